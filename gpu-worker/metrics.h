@@ -1,0 +1,36 @@
+/* Counters, gauges and histograms that any thread may write and /metrics reads (Prometheus text format). */
+#pragma once
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "libprompt/json.h"
+
+enum { HISTOGRAM_BUCKETS = 24 };
+
+struct histogram {
+    const double *bounds; /* ascending upper bounds; the last bucket is +Inf */
+    int n_bounds;         /* <= HISTOGRAM_BUCKETS - 1 */
+    _Atomic uint64_t counts[HISTOGRAM_BUCKETS];
+    _Atomic uint64_t n;
+    _Atomic uint64_t sum_micro; /* sum of observations in millionths */
+};
+
+void histogram_init(struct histogram *h, const double *bounds, int n_bounds);
+void histogram_add(struct histogram *h, double value);
+
+/* Everything the engine counts; read by the server's /metrics. Times in seconds. */
+struct engine_metrics {
+    _Atomic uint32_t running, waiting;
+    _Atomic uint32_t blocks_total, blocks_used, blocks_cached; /* used: not free and not evictable */
+    _Atomic uint64_t backlog_tokens;
+    _Atomic uint64_t prefix_query_tokens, prefix_hit_tokens;   /* vLLM: prefix_cache_queries, prefix_cache_hits */
+    _Atomic uint64_t prompt_tokens, generation_tokens, computed_prompt_tokens;
+    _Atomic uint64_t preemptions, evicted_blocks, steps, cancelled;
+    _Atomic uint64_t finished_stop, finished_length, finished_abort;
+    struct histogram ttft, inter_token, queue_time, prefill_time, decode_time, e2e_time;
+    struct histogram rows_per_forward, sequences_per_forward;
+    struct histogram batch_utilization; /* rows of a step / max_num_batched_tokens */
+};
+void engine_metrics_init(struct engine_metrics *metrics);
+/* Appends all series, each with # HELP and # TYPE, labelled model_name="<model>". */
+void engine_metrics_render(struct engine_metrics *metrics, const char *model, struct kvg_buf *out);

@@ -1,0 +1,73 @@
+/* One loaded model on one backend: what the engine runs each step.
+ *
+ *   batch rows (tokens)            sequences                       outputs
+ *   0 1 2 3 4 5 6 7 8              {first 0, n 5}  prefill chunk   rows 4, 5, 8: the last row of each sequence whose
+ *   A A A A A B C C C              {first 5, n 1}  decode           next token is wanted (several rows a sequence when
+ *                                  {first 6, n 3}  prefill chunk    drafts are verified)
+ *
+ * Row-invariance: the logits of a token depend only on its own sequence's tokens, bit for bit, whatever the batch, chunking,
+ * block placement or thread count (within one CPU instruction-set path).
+ *
+ * All calls but model_open/close come from the engine thread.
+ */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "libprompt/error.h"
+#include "libprompt/gguf.h"
+
+struct model;
+struct sample_row;
+struct sample_result;
+
+struct model_options {
+    const char *path;
+    const char *device;          /* "auto", "cpu", "cuda" */
+    const char *cpu_isa;         /* "auto", "generic", "avx2", "avx512" … */
+    uint32_t threads;            /* 0 = all cores */
+    uint32_t max_rows;           /* most rows in one batch (--max-num-batched-tokens) */
+    uint32_t max_seqs;           /* most sequences in one batch */
+    uint32_t max_outputs;        /* most output rows in one batch */
+    void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
+    void *context;
+};
+
+struct model_info {
+    const char *family;      /* "llama", "qwen2" */
+    uint32_t n_layers, n_heads, n_kv_heads, head_dim, hidden, n_vocab; /* n_vocab: rows of the output matrix */
+    uint32_t max_position;   /* the file's context length */
+    uint64_t weight_bytes;
+    char backend[64];        /* "cpu avx512-vnni, 2 threads" */
+};
+
+int model_open(struct model **out, const struct model_options *options, struct kvg_error *err);
+void model_close(struct model *model);
+const struct model_info *model_info(const struct model *model);
+
+/* KV pool: n_blocks blocks of block_size tokens, all layers. Allocated once, before the first forward. */
+size_t model_kv_block_bytes(const struct model *model, uint32_t block_size);
+int model_kv_alloc(struct model *model, uint32_t n_blocks, uint32_t block_size, struct kvg_error *err);
+
+struct model_seq {
+    uint32_t first_row, n_rows; /* its rows are consecutive */
+    uint32_t n_past;            /* tokens before first_row whose KV is in the blocks; row i has position n_past + i */
+    const uint32_t *blocks;     /* block table: block of position p is blocks[p / block_size] */
+    uint32_t n_blocks;
+};
+
+struct model_batch {
+    uint32_t n_rows;
+    const uint32_t *ids;     /* [n_rows], all < n_vocab */
+    uint32_t n_seqs;
+    const struct model_seq *seqs;
+    uint32_t n_outputs;
+    const uint32_t *outputs; /* [n_outputs] rows, ascending */
+};
+
+/* Computes KV for every row and logits for the output rows. 0, or -1 with err: the device failed, the process should exit. */
+int model_forward(struct model *model, const struct model_batch *batch, struct kvg_error *err);
+/* Logits of the last forward in host memory, [n_outputs, n_vocab] f32, valid until the next forward. */
+const float *model_logits(struct model *model);
+/* Samples from the logits of the last forward: one result for each of n rows (see backend/sampling.h). */
+int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results, struct kvg_error *err);
