@@ -1,8 +1,9 @@
 /* JSON (RFC 8259) for hostile request bodies, and a writer for replies.
  *
  * Rules: UTF-8 only, overlong forms, surrogate code points and bytes over U+10FFFF are refused; a lone surrogate escape
- * (\ud800) is refused; NaN and Infinity are refused; of duplicate keys the last wins (as Python's json does); depth is
- * limited; nothing but white space may follow the value. Numbers keep their source text.
+ * (\ud800) is refused; NaN and Infinity are refused; of duplicate keys the last value wins, in the
+ * place of the first (as Python's json does); depth is limited; nothing but white space may follow the value. Numbers keep their
+ * source text.
  *
  * Strings without escapes point into the source, which has to outlive the tree; others live in the arena.
  */
@@ -13,7 +14,15 @@
 #include "libprompt/arena.h"
 #include "libprompt/error.h"
 
-enum kvg_json_type { KVG_JSON_NULL, KVG_JSON_FALSE, KVG_JSON_TRUE, KVG_JSON_NUMBER, KVG_JSON_STRING, KVG_JSON_ARRAY, KVG_JSON_OBJECT };
+enum kvg_json_type {
+    KVG_JSON_NULL,
+    KVG_JSON_FALSE,
+    KVG_JSON_TRUE,
+    KVG_JSON_NUMBER,
+    KVG_JSON_STRING,
+    KVG_JSON_ARRAY,
+    KVG_JSON_OBJECT
+};
 
 struct kvg_str {
     const char *bytes; /* not NUL-terminated */
@@ -22,11 +31,11 @@ struct kvg_str {
 
 struct kvg_json {
     enum kvg_json_type type;
-    uint32_t n;               /* elements of an array, members of an object after duplicates are resolved */
-    size_t start, end;        /* byte range of the value in the source */
-    struct kvg_str key;       /* of an object's member */
+    uint32_t n;         /* elements of an array, members of an object after duplicates are resolved */
+    size_t start, end;  /* byte range of the value in the source */
+    struct kvg_str key; /* of an object's member */
     union {
-        struct kvg_str str;   /* STRING: decoded bytes; NUMBER: source text */
+        struct kvg_str str;     /* STRING: decoded bytes; NUMBER: source text */
         struct kvg_json *items; /* ARRAY and OBJECT: n consecutive values, in source order */
     };
 };
@@ -37,13 +46,13 @@ struct kvg_json_limits {
 };
 
 /* Parses text[0..len). 0 and *out (in the arena), or a kvg_status with err->position set. */
-int kvg_json_parse(struct kvg_arena *arena, const char *text, size_t len, const struct kvg_json_limits *limits, struct kvg_json **out,
-                   struct kvg_error *err);
+int kvg_json_parse(struct kvg_arena *arena, const char *text, size_t len, const struct kvg_json_limits *limits,
+                   struct kvg_json **out, struct kvg_error *err);
 
 /* The member `key` of an object, or NULL (also when `object` is NULL or no object). */
 struct kvg_json *kvg_json_get(const struct kvg_json *object, const char *key);
 
-/* Whether a NUMBER is written as an integer; with its value where it fits int64. */
+/* The value of a NUMBER written as an integer (no point, no exponent) that fits int64; false for anything else. */
 bool kvg_json_int(const struct kvg_json *value, int64_t *out);
 /* The finite double of a NUMBER; false for other types and for magnitudes over DBL_MAX. */
 bool kvg_json_double(const struct kvg_json *value, double *out);
