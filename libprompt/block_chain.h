@@ -6,6 +6,8 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
+#include "libprompt/arena.h"
+#include "libprompt/json.h"
 
 enum { KVG_SCHEMA_VERSION = 1, KVG_HASH_HEX = 32 };
 
@@ -27,3 +29,8 @@ void kvg_chain_seed(const struct kvg_chain_identity *identity, struct kvg_hash *
 size_t kvg_chain_extend(const struct kvg_hash *previous, const uint32_t *ids, size_t n, uint32_t block_size, struct kvg_hash *out);
 void kvg_hash_hex(const struct kvg_hash *hash, char out[KVG_HASH_HEX + 1]);
 int kvg_hash_parse(const char *hex, struct kvg_hash *out); /* 0, or -1 when not 32 hex digits */
+
+/* The salt of a request's chain, in the arena: the operator's alone (API key, or X-Kvgate-Salt) where the client gives no
+ * cache_salt, else operator + "\x1f" + cache_salt; so a client's can only refine the operator's, which holds no \x1f.
+ * KVG_NOMEM or 0. */
+int kvg_salt_join(struct kvg_str operator_salt, struct kvg_str cache_salt, struct kvg_arena *arena, struct kvg_str *out);

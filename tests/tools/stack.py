@@ -1,0 +1,238 @@
+"""Starts what end-to-end tests need: a Redis, workers. Each on its own free port and in its own temporary folder, ended by pid.
+
+    with Redis() as redis, Worker(redis=redis) as worker:
+        requests.get(worker.url + "/health")
+"""
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+from conftest import BUILD, MODELS, ROOT
+
+SMOLLM2 = os.path.join(MODELS, "SmolLM2-135M-Instruct.Q4_1.gguf")
+_given = set()
+
+
+def free_port():
+    """A TCP port that nothing listens on, below the range the kernel hands out to outgoing connections."""
+    for _ in range(1000):
+        port = random.randint(20000, 31999)
+        if port in _given:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
+    raise RuntimeError("no free port between 20000 and 31999")
+
+
+def wait_until(condition, timeout=10.0, what="condition", interval=0.02):
+    """Polls until condition() is true and returns its value; AssertionError after timeout seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {timeout} s")
+        time.sleep(interval)
+
+
+class Process:
+    """A server of ours: temp folder, log file, pid. Subclasses give `command` and `answers`."""
+
+    name = "process"
+
+    def __init__(self):
+        self.dir = tempfile.mkdtemp(prefix=f"kvgate-{self.name}-")
+        self.log_path = os.path.join(self.dir, "log")
+        self.process = None
+
+    def command(self):
+        raise NotImplementedError
+
+    def answers(self):
+        raise NotImplementedError
+
+    def start(self, timeout=60.0):
+        """Starts the program and waits until it answers; on failure the log is in the error."""
+        assert self.process is None, f"{self.name} already runs"
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        end = time.monotonic() + timeout
+        while not self.answers():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > end:
+                self.kill()
+                why = f"ended with {code}" if code is not None else f"not ready after {timeout} s"
+                raise AssertionError(f"{' '.join(self.command())}: {why}\n{self.log()[-4000:]}")
+            time.sleep(0.02)
+        return self
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def log(self):
+        try:
+            with open(self.log_path, encoding="utf-8", errors="replace") as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+    def running(self):
+        return self.process is not None and self.process.poll() is None
+
+    def terminate(self, sig=signal.SIGTERM):
+        self.process.send_signal(sig)
+
+    def wait(self, timeout=30.0):
+        """The exit status."""
+        code = self.process.wait(timeout)
+        self.process = None
+        return code
+
+    def kill(self):
+        """SIGKILL, as a crash would; returns once the process is gone."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def stop(self, timeout=20.0):
+        """Ends it politely, by force after `timeout` seconds."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def close(self):
+        self.stop()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def __enter__(self):
+        return self if self.running() else self.start()
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class Redis(Process):
+    """redis-server on a free loopback port, nothing persisted. stop()/start() restart it empty on the same port."""
+
+    name = "redis"
+
+    def __init__(self, *args):
+        super().__init__()
+        self.port = free_port()
+        self.args = [str(a) for a in args]
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}"
+
+    def command(self):
+        return ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no",
+                "--dir", self.dir, *self.args]
+
+    def answers(self):
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
+                s.sendall(b"PING\r\n")
+                return s.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def cli(self, *args, check=True):
+        """What redis-cli prints, without its last newline."""
+        done = subprocess.run(["redis-cli", "-p", str(self.port), *map(str, args)], capture_output=True, text=True, timeout=30)
+        assert not check or done.returncode == 0, done.stderr
+        return done.stdout.rstrip("\n")
+
+    def client(self):
+        import redis
+        return redis.Redis(port=self.port, decode_responses=True)
+
+
+class Worker(Process):
+    """kvgate-worker on free loopback ports.
+
+    url is the plain listener. gateway: True = a TCP gateway listener on gateway_port, "unix" = a socket gateway_path in the
+    temporary folder, False = none. Further command-line flags follow in *args; `--flag value` given there wins.
+    """
+
+    name = "worker"
+
+    def __init__(self, *args, model=SMOLLM2, served="smollm2", redis=None, worker_id=None, gateway=True, threads=1,
+                 kv_cache_memory="256M", program=None, env=None):
+        super().__init__()
+        self.port = free_port()
+        self.gateway_port = free_port() if gateway is True else None
+        self.gateway_path = os.path.join(self.dir, "gateway.sock") if gateway == "unix" else None
+        self.model_path, self.served, self.redis = model, served, redis
+        self.worker_id = worker_id or f"w{self.port}"
+        self.program = program or os.path.join(BUILD, "kvgate-worker")
+        self.threads, self.kv_cache_memory = threads, kv_cache_memory
+        self.args = [str(a) for a in args]
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def gateway_addr(self):
+        """The advertised address: what Redis holds."""
+        return f"unix:{self.gateway_path}" if self.gateway_path else f"127.0.0.1:{self.gateway_port}"
+
+    def command(self):
+        command = [self.program, "--model", self.model_path, "--served-model-name", self.served, "--host", "127.0.0.1",
+                   "--port", str(self.port), "--threads", str(self.threads), "--worker-id", self.worker_id]
+        if "--num-kv-blocks" not in self.args:
+            command += ["--kv-cache-memory", self.kv_cache_memory]
+        if self.gateway_port or self.gateway_path:
+            command += ["--gateway-listen", self.gateway_addr]
+        if self.redis is not None:
+            command += ["--redis", self.redis if isinstance(self.redis, str) else self.redis.url]
+        return command + self.args
+
+    def answers(self):
+        try:
+            with urllib.request.urlopen(self.url + "/ready", timeout=2) as reply:
+                return reply.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def metrics(self):
+        """/metrics as {series with labels: value}."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line and line[0] != "#"}
+
+    def metric(self, name, **labels):
+        """The sum of all series of one metric whose labels include `labels`."""
+        total = 0.0
+        for series, value in self.metrics().items():
+            base, _, rest = series.partition("{")
+            if base == name and all(f'{k}="{v}"' in rest for k, v in labels.items()):
+                total += value
+        return total
+
+    def openai(self, **kwargs):
+        import openai
+        kwargs = {"api_key": "none", "max_retries": 0, "timeout": 60, **kwargs}
+        return openai.OpenAI(base_url=self.url + "/v1", **kwargs)
