@@ -15,7 +15,7 @@ VERSION := 0.1.0
 APT := gcc g++ make pkg-config clang clang-format clang-tidy cppcheck libclang-rt-14-dev python3-venv curl ca-certificates \
        nginx nginx-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libcmocka-dev libssl-dev zlib1g-dev iproute2 dpkg-dev valgrind docker-compose nghttp2-client
-PIP := setuptools wheel scikit-build-core pytest pytest-timeout openai redis requests httpx[http2] numpy jinja2 transformers tokenizers \
+PIP := setuptools wheel scikit-build-core pytest pytest-timeout openai redis requests httpx[http2] numpy gguf jinja2 transformers tokenizers \
        tiktoken sentencepiece protobuf
 
 VENV   := build/venv
