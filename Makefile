@@ -16,7 +16,7 @@ APT := gcc g++ make pkg-config clang clang-format clang-tidy cppcheck libclang-r
        nginx nginx-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libcmocka-dev libssl-dev zlib1g-dev iproute2 dpkg-dev valgrind docker-compose nghttp2-client
 PIP := setuptools wheel scikit-build-core pytest pytest-timeout openai redis requests httpx[http2] numpy gguf jinja2 transformers tokenizers \
-       tiktoken sentencepiece protobuf
+       tiktoken sentencepiece protobuf xxhash
 
 VENV   := build/venv
 PYTHON := $(VENV)/bin/python

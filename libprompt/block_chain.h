@@ -26,7 +26,8 @@ struct kvg_chain_identity {
 void kvg_chain_seed(const struct kvg_chain_identity *identity, struct kvg_hash *seed);
 /* Hashes of the whole blocks of ids[0..n), continuing from `previous` (the seed, or the hash of the block before);
  * out has room for n / block_size hashes; returns that number. */
-size_t kvg_chain_extend(const struct kvg_hash *previous, const uint32_t *ids, size_t n, uint32_t block_size, struct kvg_hash *out);
+size_t kvg_chain_extend(const struct kvg_hash *previous, const uint32_t *ids, size_t n, uint32_t block_size,
+                        struct kvg_hash *out);
 void kvg_hash_hex(const struct kvg_hash *hash, char out[KVG_HASH_HEX + 1]);
 int kvg_hash_parse(const char *hex, struct kvg_hash *out); /* 0, or -1 when not 32 hex digits */
 
