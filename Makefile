@@ -12,9 +12,11 @@ VERSION := 0.1.0
 .DEFAULT_GOAL := all
 
 # ---- dependencies -----------------------------------------------------------------------------------------------------
-APT := gcc g++ make pkg-config clang clang-format clang-tidy cppcheck libclang-rt-14-dev python3-venv curl ca-certificates \
-       nginx nginx-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
-       libcmocka-dev libssl-dev zlib1g-dev iproute2 dpkg-dev valgrind docker-compose nghttp2-client
+# APT builds and runs the stack, APT_TEST is what tests and developers need on top.
+APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates iproute2 procps util-linux \
+       nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
+       libssl-dev zlib1g-dev
+APT_TEST := g++ clang clang-format clang-tidy cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck
 PIP := setuptools wheel scikit-build-core pytest pytest-timeout openai redis requests httpx[http2] numpy gguf jinja2 transformers tokenizers \
        tiktoken sentencepiece protobuf xxhash
 
@@ -23,10 +25,12 @@ PYTHON := $(VENV)/bin/python
 MODELS := build/models
 
 build/.apt: ; @mkdir -p build && tests/tools/install_packages.sh $(APT) && touch $@
-build/.pip: build/.apt ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $@
+build/.apt-test: build/.apt ; @tests/tools/install_packages.sh $(APT_TEST) && touch $@
+build/.venv: build/.apt ; @tests/tools/install_venv.sh $(VENV) && touch $@
+build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $@
 
-deps: build/.apt build/.pip
-models: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2
+deps: build/.apt-test build/.pip
+models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2
 models-test: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 gemma3 vocabs shakespeare
 models-all: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 
@@ -35,7 +39,7 @@ WARN   := -Wall -Wextra -Werror -Wno-unused-parameter -Wno-missing-field-initial
 CFLAGS := -std=gnu11 -O3 -g -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno $(WARN) -I. -I$(B)/gen -DKVGATE_VERSION='"$(VERSION)"' -MMD -MP
 LDLIBS := -lpcre2-8 -lutf8proc -lxxhash -lhiredis -lhttp_parser -lm -lpthread -lcrypto
 ifneq ($(SAN),)
-CFLAGS  := $(filter-out -O3,$(CFLAGS)) -O1 -fno-omit-frame-pointer -fsanitize=$(SAN)
+CFLAGS  := $(filter-out -O3,$(CFLAGS)) -O1 -fno-omit-frame-pointer -fsanitize=$(SAN) -fno-sanitize-recover=all
 LDFLAGS += -fsanitize=$(SAN)
 endif
 
@@ -77,6 +81,7 @@ $(B)/kvgate-worker: $(B)/gpu-worker/main.o $(LIBS)
 
 # Every tests/unit/**/test_*.c is one cmocka program; tests/tools/*.c and tests/bench/*.c are small programs of their own.
 UNIT_SRC  := $(wildcard tests/unit/*/test_*.c)
+LINT_SRC  := $(PROMPT_SRC) $(SCHEMA_SRC) $(WORKER_SRC) libprompt/kvgate_prompt.c gpu-worker/main.c
 UNIT_BIN  := $(patsubst %.c,$(B)/%,$(UNIT_SRC))
 TOOL_SRC  := $(wildcard tests/tools/*.c tests/bench/*.c)
 TOOL_BIN  := $(patsubst %.c,$(B)/%,$(TOOL_SRC))
@@ -99,8 +104,8 @@ tools: $(TOOL_BIN)
 
 # ---- running ----------------------------------------------------------------------------------------------------------
 run: build/.apt models
-	$(MAKE) all
-	@PORT=$(PORT) conf/stack.sh start
+	@$(MAKE) --no-print-directory all
+	@PORT=$(PORT) B=$(B) conf/stack.sh start
 stop:
 	@conf/stack.sh stop
 
@@ -119,6 +124,26 @@ smoke: deps models
 check-layers:
 	@python3 tests/tools/check_layers.py
 
+# The unit tests under AddressSanitizer and UndefinedBehaviorSanitizer; those of the worker's threads under ThreadSanitizer
+# (setarch -R: the sanitizer's memory map does not bear today's address randomization).
+asan: deps models-test
+	$(MAKE) B=build-asan SAN=address,undefined unit
+	B=build-asan $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py
+tsan: deps models-test
+	$(MAKE) B=build-tsan SAN=thread unit
+	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py -k "gpu-worker or redis-schemas or prompt_model"
+
+lint: build/.apt-test
+	cppcheck --quiet --error-exitcode=1 --enable=warning,portability --inline-suppr --suppressions-list=tests/tools/cppcheck.txt \
+	    --std=c11 -j 2 -I . $(LINT_SRC)
+	clang-tidy --quiet $(LINT_SRC) -- -std=gnu11 -I. -I$(B)/gen -DKVGATE_VERSION='"$(VERSION)"' $(ISA_amx) 2>/dev/null
+	shellcheck -x $(shell git ls-files '*.sh') .ci/run
+
+# ---- benchmarks (none runs in CI; tables on the terminal, build/bench-NAME.json) ------------------------------------------
+bench-cache: deps models
+	$(MAKE) all tools
+	B=$(B) $(PYTHON) tests/bench/bench_cache.py
+
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h')
 
@@ -128,5 +153,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke check-layers format clean help
+.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan lint bench-cache \
+        check-layers format clean help
 -include $(shell find $(B) -name '*.d' -not -path '*/venv/*' 2>/dev/null)
