@@ -23,7 +23,8 @@ struct kvg_route_query {
 
 /* EVALSHA's whole argument vector (argv[0] is the command), in the arena. 0 or KVG_NOMEM.
  * After NOSCRIPT, replace argv[0] by "EVAL" and argv[1] by the script's source. */
-int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena, int *argc, const char ***argv, size_t **argv_len);
+int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena, int *argc, const char ***argv,
+                   size_t **argv_len);
 
 enum kvg_route_status { KVG_ROUTE_OK, KVG_ROUTE_NO_WORKERS, KVG_ROUTE_MISMATCH };
 
@@ -34,7 +35,7 @@ struct kvg_route_choice {
     uint32_t hit_blocks; /* depth of the chain that this worker holds */
     double backlog;      /* tokens */
     double cost;
-    char reason[16];     /* "prefix" (it holds blocks), "load" (least cost without a hit), "tie" (rendezvous among near-equals) */
+    char reason[16]; /* "prefix" (it holds blocks), "load" (least cost without a hit), "tie" (rendezvous among near-equals) */
 };
 
 struct kvg_route_reply {
@@ -42,7 +43,8 @@ struct kvg_route_reply {
     struct kvg_route_choice choices[3]; /* best first */
     size_t n_choices;
     char mismatch[160]; /* what differs, for the log */
-    char *explain;      /* JSON with every candidate's terms, in the arena; NULL unless asked for */
+    char *explain;      /* JSON with every candidate's terms, in the arena; NULL unless asked for. It comes alone: the
+                         * choices are in it by rank, and n_choices is 0 */
 };
 /* 0, or KVG_INVALID with a message when Redis answered an error (its text is the message) or something unexpected. */
 int kvg_route_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg_route_reply *out, struct kvg_error *err);
@@ -57,5 +59,7 @@ struct kvg_live_worker {
     double running, waiting, blocks_used, blocks_total, backlog;
     char version[32];
 };
-int kvg_workers_argv(const char *prefix, const char *model, struct kvg_arena *arena, int *argc, const char ***argv, size_t **argv_len);
-int kvg_workers_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg_live_worker **workers, size_t *n, struct kvg_error *err);
+int kvg_workers_argv(const char *prefix, const char *model, struct kvg_arena *arena, int *argc, const char ***argv,
+                     size_t **argv_len);
+int kvg_workers_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg_live_worker **workers, size_t *n,
+                      struct kvg_error *err);

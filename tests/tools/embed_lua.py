@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 
-print("/* Generated from redis-schemas/*.lua. */\n#include <stddef.h>\n")
+print("/* Generated from the scripts of redis-schemas/. */\n#include <stddef.h>\n")
 for path in sorted(sys.argv[1:]):
     source = open(path, "rb").read()
     name = os.path.basename(path)[:-4]

@@ -1,0 +1,303 @@
+-- Where should this prompt go? The best three workers, how much of the prompt each holds, and why.
+--
+-- KEYS[1]     kvgate:{model}:meta
+-- ARGV[1]     hashes of the prompt's whole blocks, first block first: 32 hex digits each, joined by nothing or by one
+--             character such as a comma; empty = the prompt has no whole block
+-- ARGV[2]     prompt tokens                                 (empty = those of the whole blocks)
+-- ARGV[3]     'explain' = reply with every candidate's terms as JSON, and write nothing
+-- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 4)
+-- ARGV[5..7]  the caller's block size, fingerprint and schema version (empty = not compared)
+-- ARGV[8]     now in seconds, for replaying traces: a worker whose last heartbeat is more than 3 s older counts as dead
+--             (empty = the server's clock, and a worker lives as long as its key w:<id>)
+--
+-- Reply       {'ok', {worker, addr, lease, hit blocks, backlog, cost, reason}, ...}  one to three, best first; all strings
+--             {'none'}            no live worker takes work
+--             {'mismatch', text}  what differs between the caller and the workers
+-- reason      'prefix' (it holds blocks), 'tie' (rendezvous order among near-equals), 'load' (least cost, no hit)
+--
+-- Reads work whatever happens to writes: the one write is the mean prompt length, and its failure is ignored.
+
+local ROUNDS, FIELDS = 4, 64     -- at any prompt length
+local OWNERS, LEAST_LOADED = 16, 8
+local LEASE_SECONDS = 3
+local MEAN_WEIGHT = 0.01         -- of one prompt in the mean prompt length
+
+local base = string.sub(KEYS[1], 1, -5)
+local function arg(i)
+    if ARGV[i] ~= nil and ARGV[i] ~= '' then
+        return ARGV[i]
+    end
+end
+local chain = arg(1) or ''
+local explain = arg(3) == 'explain'
+local alpha = tonumber(arg(4) or 4)
+local replayed = tonumber(arg(8) or nil)
+local stride = string.find(string.sub(chain, 33, 33), '^%x$') and 32 or 33
+local blocks = math.floor((#chain + stride - 32) / stride)
+
+-- 1. Does the caller count blocks as the workers do?
+local meta = redis.call('HMGET', KEYS[1], 'block_size', 'fingerprint', 'schema', 'mean_prompt')
+if not meta[1] then
+    return {'none'}
+end
+for i, name in ipairs({'block size', 'fingerprint', 'schema version'}) do
+    local own = arg(4 + i)
+    if own and own ~= meta[i] then
+        return {'mismatch', name .. ' is ' .. own .. ' here and ' .. meta[i] .. ' at the workers'}
+    end
+end
+local block_size = tonumber(meta[1])
+local mean_prompt = tonumber(meta[4])
+local prompt_tokens = tonumber(arg(2) or blocks * block_size)
+
+-- 2. Leases and workers. A lease is live while w:<id> exists and names it.
+local workers = {}
+local function worker_of(lease)
+    if workers[lease] == nil then
+        workers[lease] = false
+        local named = redis.call('HGET', base .. 'leases', lease)
+        if named then
+            local id = string.match(named, '^%S+')
+            local w = redis.call('HMGET', base .. 'w:' .. id, 'lease', 'addr', 'state', 'at')
+            if w[1] == lease and (not replayed or replayed - tonumber(w[4]) <= LEASE_SECONDS) then
+                workers[lease] = {id = id, addr = w[2], lease = lease, state = w[3], lo = 0, hi = 1}
+            end
+        end
+    end
+    return workers[lease]
+end
+local function usable(lease)
+    local w = worker_of(lease)
+    return w and w.state == 'ready' and w
+end
+
+-- 3. Who holds block p: the leases that claim it, live or not.
+local fields = 0
+local function claims(p)
+    local at = (p - 1) * stride
+    local list = redis.call('HGET', base .. 'own:' .. string.sub(chain, at + 1, at + 4), string.sub(chain, at + 5, at + 20))
+    local set = {}
+    for lease in string.gmatch(list or '', '%d+') do
+        set[lease] = true
+    end
+    fields = fields + 1
+    return set
+end
+
+-- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. A worker that holds a block holds all before it, so
+--    each owner's depth is now known to lie in lo <= depth < hi.
+local lo, hi, owners = {}, {}, {}
+local p = 1
+local open = 1
+while p <= blocks and open > 0 do
+    local set = claims(p)
+    open = 0
+    if p == 1 then
+        for lease in pairs(set) do
+            owners[#owners + 1] = lease
+        end
+    end
+    for _, lease in ipairs(owners) do
+        if not hi[lease] then
+            if set[lease] then
+                lo[lease] = p
+                open = open + 1
+            else
+                hi[lease] = p
+            end
+        end
+    end
+    p = p * 2
+end
+
+-- 5. Candidates: at most 16 owners, those of the deepest bracket and then the least loaded first …
+local candidates, load = {}, {}
+if #owners > 0 then
+    local scores = redis.call('ZMSCORE', base .. 'load', unpack(owners, 1, math.min(#owners, 4000)))
+    local known = {}
+    for i, lease in ipairs(owners) do
+        if scores[i] then
+            load[lease] = tonumber(scores[i])
+            known[#known + 1] = lease
+        end
+    end
+    owners = known
+end
+local function less_loaded(a, b)
+    if load[a] ~= load[b] then
+        return load[a] < load[b]
+    end
+    return tonumber(a) < tonumber(b)
+end
+local function add(lease)
+    local w = usable(lease)
+    if w and not w.candidate then
+        w.candidate = true
+        w.backlog = load[lease]
+        w.lo = lo[lease] or 0
+        w.hi = hi[lease] or (w.lo > 0 and math.min(w.lo * 2, blocks + 1)) or 1
+        candidates[#candidates + 1] = w
+    end
+    return w
+end
+table.sort(owners, function(a, b)
+    if lo[a] ~= lo[b] then
+        return lo[a] > lo[b]
+    end
+    return less_loaded(a, b)
+end)
+local deepest = 0
+for _, lease in ipairs(owners) do
+    if #candidates == OWNERS or lo[lease] < deepest then
+        break
+    end
+    if add(lease) then
+        deepest = lo[lease]
+    end
+end
+table.sort(owners, less_loaded)
+for _, lease in ipairs(owners) do
+    if #candidates == OWNERS then
+        break
+    end
+    add(lease)
+end
+-- … and the 8 least loaded workers.
+local first, found = 0, 0
+while found < LEAST_LOADED and first < 32 * LEAST_LOADED do
+    local page = redis.call('ZRANGE', base .. 'load', first, first + LEAST_LOADED - 1, 'WITHSCORES')
+    for i = 1, #page, 2 do
+        load[page[i]] = tonumber(page[i + 1])
+        if found < LEAST_LOADED and add(page[i]) then
+            found = found + 1
+        end
+    end
+    if #page < 2 * LEAST_LOADED then
+        break
+    end
+    first = first + LEAST_LOADED
+end
+if #candidates == 0 then
+    return {'none'}
+end
+
+-- 6. Narrow the brackets, the deepest first: it gets what makes it exact in the rounds left, the others share the rest.
+--    m probes cut a bracket into m + 1 parts, so (m + 1) ^ rounds >= hi - lo suffices.
+local function probes_needed(width, rounds)
+    local m = 0
+    while (m + 1) ^ rounds < width and m < FIELDS do
+        m = m + 1
+    end
+    return m
+end
+local rounds = blocks > 0 and 1 or 0
+while rounds > 0 and rounds < ROUNDS do
+    local brackets, seen = {}, {}
+    for _, w in ipairs(candidates) do
+        if w.hi - w.lo > 1 and not seen[w.lo] then
+            seen[w.lo] = true
+            brackets[#brackets + 1] = w
+        end
+    end
+    if #brackets == 0 or fields >= FIELDS then
+        break
+    end
+    table.sort(brackets, function(a, b) return a.lo > b.lo end)
+    local left = ROUNDS - rounds
+    local probes, share = {}, 0
+    for i, w in ipairs(brackets) do
+        local from, width = w.lo, w.hi - w.lo
+        local m = probes_needed(width, left)
+        if i == 1 then
+            m = math.min(m, FIELDS - fields)
+            share = math.max(0, math.floor((FIELDS - fields - m * left) / left))
+        else
+            m = math.min(m, share)
+            share = share - m
+        end
+        for j = 1, m do
+            probes[#probes + 1] = from + math.floor(j * width / (m + 1))
+        end
+    end
+    table.sort(probes)
+    for _, at in ipairs(probes) do
+        local set = claims(at)
+        for _, w in ipairs(candidates) do
+            if w.lo < at and at < w.hi then
+                if set[w.lease] then
+                    w.lo = at
+                else
+                    w.hi = at
+                end
+            end
+        end
+    end
+    rounds = rounds + 1
+end
+
+-- 7. cost = alpha * uncached + backlog. Within one mean prompt of the least cost the rendezvous order decides, the one
+--    that gateways fall back to without Redis; without a whole block the least loaded wins, and ties are drawn.
+local clock = redis.call('TIME')
+local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
+local turn = math.max(1, math.min(blocks, math.floor(1024 / block_size)))
+local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride + 32)
+math.randomseed(math.floor(now * 1e6) % 2147483647)
+local least
+for _, w in ipairs(candidates) do
+    w.uncached = math.max(prompt_tokens - w.lo * block_size, math.min(prompt_tokens, 1))
+    w.cost = alpha * w.uncached + w.backlog
+    w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
+    least = math.min(least or w.cost, w.cost)
+end
+local near = least + (blocks > 0 and mean_prompt or 0)
+local n_near = 0
+for _, w in ipairs(candidates) do
+    w.near = w.cost <= near
+    n_near = n_near + (w.near and 1 or 0)
+end
+table.sort(candidates, function(a, b)
+    if a.near ~= b.near then
+        return a.near
+    end
+    if not a.near and a.cost ~= b.cost then
+        return a.cost < b.cost
+    end
+    if a.score ~= b.score then
+        return a.score > b.score
+    end
+    return a.id < b.id
+end)
+for _, w in ipairs(candidates) do
+    w.reason = w.lo > 0 and 'prefix' or (w.near and n_near > 1 and 'tie' or 'load')
+end
+
+-- 8. The reply.
+local function number(x)
+    return string.format('%.15g', x)
+end
+if not explain then
+    redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
+    local reply = {'ok'}
+    for i = 1, math.min(3, #candidates) do
+        local w = candidates[i]
+        reply[#reply + 1] = {w.id, w.addr, w.lease, number(w.lo), number(w.backlog), number(w.cost), w.reason}
+    end
+    return reply
+end
+local lines = {}
+for i, w in ipairs(candidates) do
+    lines[i] = string.format('  {"rank": %d, "worker": "%s", "addr": "%s", "lease": %s, "hit_blocks": %d, "hit_exact": %s, ' ..
+        '"uncached_tokens": %s, "backlog": %s, "cost": %s, "near_least": %s, "rendezvous": %d, "reason": "%s"}',
+        i, w.id, w.addr, w.lease, w.lo, tostring(w.hi - w.lo <= 1), number(w.uncached), number(w.backlog), number(w.cost),
+        tostring(w.near), w.score, w.reason)
+end
+local excluded = {}
+for _, w in pairs(workers) do
+    if w and not w.candidate then
+        excluded[#excluded + 1] = string.format('{"worker": "%s", "state": "%s"}', w.id, w.state)
+    end
+end
+return string.format('{"status": "ok", "blocks": %d, "block_size": %d, "prompt_tokens": %s, "alpha": %s, "mean_prompt": %s, ' ..
+    '"least_cost": %s,\n "rendezvous_block": %d, "rendezvous_hash": "%s", "rounds": %d, "fields": %d, "excluded": [%s],\n' ..
+    ' "candidates": [\n%s]}', blocks, block_size, number(prompt_tokens), number(alpha), number(mean_prompt), number(least),
+    blocks > 0 and turn or 0, turn_hash, rounds, fields, table.concat(excluded, ', '), table.concat(lines, ',\n'))

@@ -1,0 +1,136 @@
+#include "redis-schemas/url.h"
+#include <ctype.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+static const char SHAPE[] = "Redis URL: expected redis://[[user]:password@]host[:port][/db] or unix:/path[?db=N]";
+
+/* Decimal digits alone, 0..max; -1 otherwise. */
+static long parse_number(const char *text, size_t len, long max)
+{
+    long value = 0;
+    if (!len || len > 9)
+        return -1;
+    for (size_t i = 0; i < len; i++) {
+        if (!isdigit((unsigned char)text[i]))
+            return -1;
+        value = value * 10 + (text[i] - '0');
+    }
+    return value <= max ? value : -1;
+}
+
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+/* text[0..len) into out[size], NUL-terminated; -1 where it does not fit or an escape is wrong. */
+static int percent_decode(const char *text, size_t len, char *out, size_t size)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < len; i++) {
+        char c = text[i];
+        if (c == '%') {
+            int high = i + 2 < len ? hex_digit(text[i + 1]) : -1, low = i + 2 < len ? hex_digit(text[i + 2]) : -1;
+            if (high < 0 || low < 0 || !(high | low))
+                return -1;
+            c = (char)(high << 4 | low);
+            i += 2;
+        }
+        if (n + 1 >= size)
+            return -1;
+        out[n++] = c;
+    }
+    out[n] = '\0';
+    return 0;
+}
+
+static int parse_unix(const char *path, struct kvg_redis_url *out, struct kvg_error *err)
+{
+    if (!strncmp(path, "//", 2))
+        path += 2;
+    const char *query = strchr(path, '?');
+    size_t len = query ? (size_t)(query - path) : strlen(path);
+    if (path[0] != '/' || len >= sizeof out->path)
+        return kvg_fail(err, KVG_INVALID, "Redis URL: the socket path must be absolute and at most %zu bytes long",
+                        sizeof out->path - 1);
+    memcpy(out->path, path, len);
+    if (query) {
+        long db = strncmp(query, "?db=", 4) ? -1 : parse_number(query + 4, strlen(query + 4), 1 << 20);
+        if (db < 0)
+            return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
+        out->db = (int)db;
+    }
+    snprintf(out->shown, sizeof out->shown, "unix:%s db %d", out->path, out->db);
+    return 0;
+}
+
+static int parse_credentials(const char *text, size_t len, struct kvg_redis_url *out, struct kvg_error *err)
+{
+    const char *colon = memchr(text, ':', len);
+    if (!colon)
+        return kvg_fail(err, KVG_INVALID,
+                        "Redis URL: a user needs a password (user:password@host), a password alone a colon (:password@host)");
+    size_t user_len = (size_t)(colon - text);
+    if (percent_decode(text, user_len, out->user, sizeof out->user) ||
+        percent_decode(colon + 1, len - user_len - 1, out->password, sizeof out->password))
+        return kvg_fail(err, KVG_INVALID, "Redis URL: user or password is too long or has a wrong %%XX escape");
+    return 0;
+}
+
+/* host[:port] or [IPv6][:port] */
+static int parse_address(const char *text, size_t len, struct kvg_redis_url *out, struct kvg_error *err)
+{
+    const char *end = text + len, *host = text, *host_end;
+    if (len && text[0] == '[') {
+        host = text + 1;
+        host_end = memchr(host, ']', len - 1);
+        text = host_end ? host_end + 1 : NULL;
+    } else {
+        host_end = memchr(text, ':', len);
+        if (!host_end)
+            host_end = end;
+        text = host_end;
+    }
+    if (!text || host_end == host || (size_t)(host_end - host) >= sizeof out->host || (text < end && *text != ':'))
+        return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
+    memcpy(out->host, host, (size_t)(host_end - host));
+    if (text < end) {
+        long port = parse_number(text + 1, (size_t)(end - text - 1), 65535);
+        if (port < 1)
+            return kvg_fail(err, KVG_INVALID, "Redis URL: the port must be a number from 1 to 65535");
+        out->port = (uint16_t)port;
+    }
+    return 0;
+}
+
+int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_error *err)
+{
+    memset(out, 0, sizeof *out);
+    out->port = 6379;
+    if (!strncasecmp(url, "unix:", 5))
+        return parse_unix(url + 5, out, err);
+    if (!strncasecmp(url, "rediss://", 9))
+        return kvg_fail(err, KVG_INVALID, "Redis URL: rediss:// (TLS) is not supported; use a local TLS proxy");
+    if (strncasecmp(url, "redis://", 8))
+        return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
+    const char *rest = url + 8, *slash, *at = strrchr(rest, '@');
+    if (at) {
+        if (parse_credentials(rest, (size_t)(at - rest), out, err))
+            return KVG_INVALID;
+        rest = at + 1;
+    }
+    slash = strchr(rest, '/');
+    if (parse_address(rest, slash ? (size_t)(slash - rest) : strlen(rest), out, err))
+        return KVG_INVALID;
+    if (slash && slash[1]) {
+        long db = parse_number(slash + 1, strlen(slash + 1), 1 << 20);
+        if (db < 0)
+            return kvg_fail(err, KVG_INVALID, "Redis URL: the db must be a number, not \"%.32s\"", slash + 1);
+        out->db = (int)db;
+    }
+    snprintf(out->shown, sizeof out->shown, "%s:%u db %d", out->host, out->port, out->db);
+    return 0;
+}

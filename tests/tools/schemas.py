@@ -1,0 +1,105 @@
+"""The scripts of redis-schemas/ called from Python, a worker that speaks them, and the routing rule as a plain model."""
+import hashlib
+import os
+import random
+
+from conftest import ROOT
+
+SCHEMA = "1"
+FINGERPRINT = "0123456789abcdef0123456789abcdef"
+BLOCK = 32
+
+
+def source(name):
+    with open(os.path.join(ROOT, "redis-schemas", name + ".lua"), encoding="utf-8") as f:
+        return f.read()
+
+
+def random_chain(n, rng=random):
+    return ["%032x" % rng.getrandbits(128) for _ in range(n)]
+
+
+class Schemas:
+    """One model's keys in one Redis."""
+
+    def __init__(self, client, model="m", prefix="kvgate:"):
+        self.client = client
+        self.base = f"{prefix}{{{model}}}:"
+        self.sources = {}
+
+    def call(self, name, *args):
+        if name not in self.sources:
+            self.sources[name] = source(name)
+        return text(self.client.eval(self.sources[name], 1, self.base + "meta", *args))
+
+    def route(self, chain, prompt_tokens="", explain="", alpha="", block=BLOCK, fingerprint=FINGERPRINT, schema=SCHEMA, now=""):
+        return self.call("route", "".join(chain), prompt_tokens, explain, alpha, block, fingerprint, schema, now)
+
+    def claims(self, lease):
+        """Every block that this lease claims, by its first 20 hex digits; reads each bucket."""
+        found = set()
+        pipe = self.client.pipeline(transaction=False)
+        for start in range(0, 65536, 4096):
+            for bucket in range(start, start + 4096):
+                pipe.hgetall(f"{self.base}own:{bucket:04x}")
+            for bucket, fields in enumerate(pipe.execute(), start):
+                for field, leases in fields.items():
+                    if str(lease) in text(leases).split(","):
+                        found.add("%04x" % bucket + text(field))
+        return found
+
+
+def text(reply):
+    if isinstance(reply, bytes):
+        return reply.decode()
+    if isinstance(reply, list):
+        return [text(item) for item in reply]
+    return reply
+
+
+class FakeWorker:
+    """What publish.c does, one call at a time."""
+
+    def __init__(self, schemas, name, backlog=0, addr="127.0.0.1:9000", state="ready", nonce=None):
+        self.schemas, self.name, self.backlog, self.addr, self.state = schemas, name, backlog, addr, state
+        self.nonce = nonce or "%016x" % random.getrandbits(64)
+        self.lease, self.seq = None, 0
+
+    def register(self, turn="first", block=BLOCK, fingerprint=FINGERPRINT, schema=SCHEMA, now=""):
+        reply = self.schemas.call("register", self.name, self.nonce, turn, block, fingerprint, schema, self.addr, "0.1.0", now)
+        if reply[0] == "ok":
+            self.lease, self.seq = reply[1], 0
+        return reply
+
+    def publish(self, stored=(), evicted=(), live=False, events=None, seq=None):
+        if events is None:
+            events = [("+", h) for h in stored] + [("-", h) for h in evicted]
+        if seq is None:
+            self.seq += 1
+            seq = self.seq
+        packed = "".join(op + h[:20] for op, h in events)
+        return self.schemas.call("publish", self.name, self.nonce, self.lease, seq, "live" if live else "", packed)
+
+    def beat(self, now=""):
+        return self.schemas.call("heartbeat", self.name, self.nonce, self.lease, self.state, 1, 2, 30, 100, self.backlog, now)
+
+    def up(self, chain=(), now=""):
+        """Registers, holds the chain, beats: a live worker."""
+        assert self.register(now=now)[0] == "ok"
+        assert self.publish(stored=chain, live=True) == ["ok"]
+        assert self.beat(now) == ["ok"]
+        return self
+
+
+def rendezvous(block_hash, worker):
+    return int(hashlib.sha1((block_hash + worker).encode()).hexdigest()[:8], 16)
+
+
+def route_model(workers, chain, prompt_tokens, alpha=4.0, mean=1024.0, block=BLOCK):
+    """workers: {id: (depth, backlog)} of those that take work, fewer than 17 owners. The choices of route.lua, best first."""
+    by_load = sorted(workers, key=lambda w: workers[w][1])[:8]
+    candidates = [w for w in workers if workers[w][0] > 0 or w in by_load]
+    cost = {w: alpha * max(prompt_tokens - workers[w][0] * block, min(prompt_tokens, 1)) + workers[w][1] for w in candidates}
+    near = min(cost.values()) + mean
+    turn = chain[min(len(chain), 1024 // block) - 1]
+    return sorted(candidates, key=lambda w: (cost[w] > near, cost[w] if cost[w] > near else 0, -rendezvous(turn, w)))[:3], cost

@@ -1,0 +1,404 @@
+"""The Lua scripts in a real Redis: the routing rule against a plain model, leases, batches, sweeping."""
+import json
+import math
+import random
+import time
+
+import pytest
+
+from schemas import BLOCK, FINGERPRINT, FakeWorker, Schemas, random_chain, rendezvous, route_model
+from stack import Redis, wait_until
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with Redis() as server:
+        yield server
+
+
+@pytest.fixture
+def schemas(redis):
+    client = redis.client()
+    client.flushall()
+    return Schemas(client)
+
+
+# ---- route.lua ---------------------------------------------------------------------------------------------------------
+def test_without_workers_the_answer_is_none(schemas):
+    assert schemas.route(random_chain(3)) == ["none"]
+
+
+def test_the_worker_that_holds_the_prompt_is_chosen_with_its_depth(schemas):
+    chain = random_chain(100)
+    FakeWorker(schemas, "a", addr="127.0.0.1:1").up(chain[:77])
+    FakeWorker(schemas, "b", addr="127.0.0.1:2").up()
+    reply = schemas.route(chain)
+    assert reply[0] == "ok"
+    assert reply[1][:4] == ["a", "127.0.0.1:1", "1", "77"] and reply[1][6] == "prefix"
+    assert reply[2][0] == "b" and reply[2][3] == "0" and reply[2][6] == "load"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 511, 512])
+def test_depth_is_exact_for_the_deepest_owner(schemas, length):
+    rng = random.Random(length)
+    chain = random_chain(length, rng)
+    worker = FakeWorker(schemas, "a").up()
+    held = 0
+    for depth in sorted({0, 1, length} | {rng.randint(0, length) for _ in range(25)}):
+        assert worker.publish(stored=chain[held:depth]) == ["ok"]
+        held = depth
+        explained = json.loads(schemas.route(chain, explain="explain"))
+        assert explained["candidates"][0]["hit_blocks"] == depth
+        assert explained["fields"] <= 64 and explained["rounds"] <= 4
+
+
+def test_random_states_agree_with_the_model(schemas):
+    """Never too deep for anyone, exact for the deepest owner, choices and costs as the rule says."""
+    rng = random.Random(7)
+    for turn in range(60):
+        schemas.client.flushall()
+        length = rng.choice([rng.randint(1, 40), rng.randint(41, 512)])
+        chain = random_chain(length, rng)
+        depths, backlogs = {}, {}
+        for i in range(rng.randint(1, 14)):
+            name = f"w{i}"
+            depths[name] = rng.choice([0, 0, rng.randint(0, length), length])
+            backlogs[name] = rng.randint(0, 20000) + i / 16
+            FakeWorker(schemas, name, backlogs[name]).up(chain[:depths[name]])
+        tokens = length * BLOCK + rng.randint(0, BLOCK - 1)
+        alpha = rng.choice([1, 4, 5])
+        explained = json.loads(schemas.route(chain, tokens, "explain", alpha))
+        seen = {c["worker"]: c["hit_blocks"] for c in explained["candidates"]}
+        assert all(seen[w] <= depths[w] for w in seen)
+        deepest = max(depths.values())
+        assert max(seen.values()) == deepest
+        assert all(seen[w] == deepest for w in depths if depths[w] == deepest and (deepest or w in seen))
+        assert explained["fields"] <= 64 and explained["rounds"] <= 4
+        assert set(seen) == {w for w in depths if depths[w]} | set(sorted(backlogs, key=backlogs.get)[:8])
+
+        expected, cost = route_model({w: (seen.get(w, 0), backlogs[w]) for w in depths}, chain, tokens, alpha)
+        reply = schemas.route(chain, tokens, alpha=alpha)
+        assert [row[0] for row in reply[1:]] == expected
+        for row in reply[1:]:
+            assert math.isclose(float(row[5]), cost[row[0]], abs_tol=1e-6) and int(row[3]) == seen[row[0]]
+        schemas.client.hset(schemas.base + "meta", "mean_prompt", 1024)
+
+
+@pytest.mark.parametrize("length", [1000, 8191, 40000])
+def test_long_prompts_stay_within_the_probes_and_are_never_too_deep(schemas, length):
+    rng = random.Random(length)
+    chain = random_chain(length, rng)
+    depths = {f"w{i}": rng.randint(0, length) for i in range(6)}
+    for name, depth in depths.items():
+        worker = FakeWorker(schemas, name).up()
+        for start in range(0, depth, 2000):
+            worker.publish(stored=chain[start:min(start + 2000, depth)])
+    explained = json.loads(schemas.route(chain, explain="explain"))
+    assert explained["fields"] <= 64 and explained["rounds"] <= 4
+    seen = {c["worker"]: c["hit_blocks"] for c in explained["candidates"]}
+    assert all(seen[w] <= depths[w] for w in seen)
+    if length <= 8191:
+        assert max(seen.values()) == max(depths.values())
+
+
+def test_candidates_are_16_owners_with_the_deepest_and_the_8_least_loaded(schemas):
+    chain = random_chain(40)
+    for i in range(30):
+        FakeWorker(schemas, f"o{i:02}", backlog=1000 + i).up(chain[:40 if i == 25 else 2])
+    for i in range(12):
+        FakeWorker(schemas, f"idle{i:02}", backlog=i).up()
+    explained = json.loads(schemas.route(chain, explain="explain"))
+    names = {c["worker"] for c in explained["candidates"]}
+    assert names == {"o25"} | {f"o{i:02}" for i in range(15)} | {f"idle{i:02}" for i in range(8)}
+    assert {c["worker"]: c["hit_blocks"] for c in explained["candidates"]}["o25"] == 40
+
+
+def test_alpha_weighs_a_miss_against_backlog(schemas):
+    chain = random_chain(200)
+    FakeWorker(schemas, "holder", backlog=20000).up(chain)
+    FakeWorker(schemas, "idle", backlog=0).up()
+    assert schemas.route(chain, alpha=1)[1][0] == "idle"
+    assert schemas.route(chain, alpha=8)[1][0] == "holder"
+
+
+def test_within_one_mean_prompt_the_rendezvous_order_decides(schemas):
+    names = ["a", "b", "c", "d"]
+    for i, name in enumerate(names):
+        FakeWorker(schemas, name, backlog=i * 10).up()
+    firsts = set()
+    for seed in range(30):
+        chain = random_chain(50, random.Random(seed))
+        order = sorted(names, key=lambda w: -rendezvous(chain[1024 // BLOCK - 1], w))
+        reply = schemas.route(chain)
+        assert [row[0] for row in reply[1:]] == order[:3]
+        assert {row[6] for row in reply[1:]} == {"tie"}
+        firsts.add(order[0])
+    assert firsts == set(names), "ties spread"
+
+
+def test_the_mean_prompt_follows_the_prompts_but_not_in_explain_mode(schemas):
+    FakeWorker(schemas, "a").up()
+    mean = lambda: float(schemas.client.hget(schemas.base + "meta", "mean_prompt"))
+    assert mean() == 1024
+    schemas.route(random_chain(2), 3024, "explain")
+    assert mean() == 1024
+    schemas.route(random_chain(2), 3024)
+    assert mean() == 1044
+    for _ in range(600):
+        schemas.route([], 100)
+    assert abs(mean() - 100) < 10
+
+
+def test_without_a_whole_block_the_least_loaded_wins_and_ties_are_drawn(schemas):
+    for name, backlog in (("a", 5), ("b", 5), ("c", 900)):
+        FakeWorker(schemas, name, backlog).up()
+    chosen = {}
+    for _ in range(60):
+        reply = schemas.route([], 20)
+        chosen[reply[1][0]] = chosen.get(reply[1][0], 0) + 1
+        assert reply[3][0] == "c" and reply[3][6] == "load"
+    assert set(chosen) == {"a", "b"} and min(chosen.values()) > 5
+
+
+def test_a_mismatch_is_told_with_both_values(schemas):
+    FakeWorker(schemas, "a").up()
+    chain = random_chain(2)
+    assert schemas.route(chain, block=64) == ["mismatch", "block size is 64 here and 32 at the workers"]
+    assert schemas.route(chain, schema="2") == ["mismatch", "schema version is 2 here and 1 at the workers"]
+    other = "f" * 32
+    assert schemas.route(chain, fingerprint=other) == ["mismatch", f"fingerprint is {other} here and {FINGERPRINT} at the workers"]
+    assert schemas.call("route", "".join(chain))[0] == "ok", "an operator need not give any"
+
+
+def test_separators_between_hashes_change_nothing(schemas):
+    chain = random_chain(9)
+    FakeWorker(schemas, "a").up(chain[:5])
+    for separator in (",", " "):
+        assert schemas.call("route", separator.join(chain))[1][3] == "5"
+    assert schemas.call("route", chain[0])[1][3] == "1"
+
+
+def test_claims_of_a_dead_worker_do_not_count(schemas):
+    chain = random_chain(64)
+    FakeWorker(schemas, "dead").up(chain)
+    FakeWorker(schemas, "b").up(chain[:3])
+    schemas.client.delete(schemas.base + "w:dead")
+    reply = schemas.route(chain)
+    assert [row[0] for row in reply[1:]] == ["b"] and reply[1][3] == "3"
+
+
+def test_a_worker_without_heartbeats_expires(schemas):
+    chain = random_chain(4)
+    FakeWorker(schemas, "a").up(chain)
+    assert 0 < schemas.client.pttl(schemas.base + "w:a") <= 3000
+    assert 0 < schemas.client.pttl(schemas.base + "meta") <= 3000
+    wait_until(lambda: schemas.route(chain) == ["none"], timeout=8)
+    assert schemas.client.exists(schemas.base + "meta") == 0, "meta ends with the last live worker"
+
+
+def test_draining_workers_get_no_new_work_but_stay_listed(schemas):
+    chain = random_chain(8)
+    a = FakeWorker(schemas, "a").up(chain)
+    FakeWorker(schemas, "b").up()
+    a.state = "draining"
+    a.beat()
+    assert [row[0] for row in schemas.route(chain)[1:]] == ["b"]
+    assert json.loads(schemas.route(chain, explain="explain"))["excluded"] == []
+    assert [(w[0], w[4]) for w in schemas.call("workers")] == [("a", "draining"), ("b", "ready")]
+
+
+def test_now_replays_a_trace(schemas):
+    chain = random_chain(4)
+    FakeWorker(schemas, "a").up(chain, now="1000.0")
+    assert schemas.route(chain, now="1002.5")[1][0] == "a"
+    assert schemas.route(chain, now="1003.5") == ["none"]
+    assert schemas.call("workers", "", "1003.5") == []
+
+
+def test_routing_reads_when_writes_fail(schemas):
+    chain = random_chain(4)
+    FakeWorker(schemas, "a").up(chain)
+    try:
+        schemas.client.config_set("maxmemory", "1")
+        assert schemas.route(chain)[1][0] == "a"
+        schemas.client.config_set("maxmemory", "0")
+        schemas.client.config_set("min-replicas-to-write", "1")
+        assert schemas.route(chain)[1][0] == "a"
+    finally:
+        schemas.client.config_set("maxmemory", "0")
+        schemas.client.config_set("min-replicas-to-write", "0")
+
+
+# ---- leases and batches ------------------------------------------------------------------------------------------------
+def test_leases_are_small_integers_and_a_new_one_ends_the_claims_of_the_old(schemas):
+    chain = random_chain(10)
+    FakeWorker(schemas, "a").up(chain)
+    again = FakeWorker(schemas, "a").up(chain[:2])
+    assert again.lease == "2"
+    assert schemas.route(chain)[1][2:4] == ["2", "2"]
+    assert schemas.client.hgetall(schemas.base + "leases").keys() == {"2"}
+    assert schemas.client.zrange(schemas.base + "load", 0, -1) == ["2"]
+
+
+def test_the_second_process_of_an_id_wins(schemas):
+    first = FakeWorker(schemas, "a").up()
+    second = FakeWorker(schemas, "a").up()
+    assert first.beat() == ["superseded"]
+    assert first.publish(stored=random_chain(1)) == ["superseded"]
+    assert first.register("again") == ["superseded"]
+    assert second.beat() == ["ok"]
+
+
+def test_store_store_evict_leaves_nothing(schemas):
+    chain = random_chain(1)
+    a = FakeWorker(schemas, "a").up()
+    a.publish(events=[("+", chain[0]), ("+", chain[0]), ("-", chain[0])])
+    assert schemas.claims(a.lease) == set()
+    a.publish(events=[("+", chain[0])])
+    a.publish(events=[("-", chain[0]), ("-", chain[0]), ("+", chain[0])])
+    assert schemas.claims(a.lease) == {chain[0][:20]}
+
+
+def test_a_batch_delivered_twice_is_applied_once(schemas):
+    h = random_chain(1)[0]
+    a = FakeWorker(schemas, "a").up()
+    a.publish(stored=[h])
+    stored = a.seq
+    a.publish(evicted=[h])
+    assert a.publish(stored=[h], seq=stored) == ["ok"]
+    assert schemas.claims(a.lease) == set()
+
+
+def test_a_gap_is_answered_by_resync(schemas):
+    a = FakeWorker(schemas, "a").up()
+    reply = a.publish(stored=random_chain(1), seq=a.seq + 2)
+    assert reply == ["resync", "batch 3 came after batch 1"]
+    assert schemas.claims(a.lease) == set()
+
+
+def test_unknown_leases_and_flushed_keys_are_answered_by_resync(schemas):
+    a = FakeWorker(schemas, "a").up()
+    old, a.lease = a.lease, "99"
+    assert a.beat()[0] == "resync" and a.publish()[0] == "resync"
+    a.lease = old
+    assert a.beat() == ["ok"]
+    for key in ("leases", "meta", "w:a"):
+        schemas.client.delete(schemas.base + key)
+        assert a.beat()[0] == "resync"
+        a = FakeWorker(schemas, "a").up()
+    schemas.client.flushall()
+    assert a.publish()[0] == "resync"
+
+
+def test_a_snapshot_switches_live_with_its_last_batch(schemas):
+    chain = random_chain(20)
+    a = FakeWorker(schemas, "a").up(chain[:5])
+    assert a.register("again") == ["ok", "2"]
+    assert a.publish(stored=chain[:10]) == ["ok"]
+    assert a.beat() == ["ok"]
+    assert schemas.route(chain)[1][2:4] == ["1", "5"], "the old lease counts until the new one is complete"
+    assert a.publish(stored=chain[10:12], live=True) == ["ok"]
+    assert schemas.route(chain)[1][2:4] == ["2", "12"]
+    assert schemas.client.hgetall(schemas.base + "leases").keys() == {"2"}
+
+
+def test_claims_of_a_pending_lease_survive_other_writers(schemas):
+    h = random_chain(1)[0]
+    a, b = FakeWorker(schemas, "a"), FakeWorker(schemas, "b").up()
+    a.register()
+    a.publish(stored=[h])
+    b.publish(stored=[h])
+    b.publish(evicted=[h])
+    assert schemas.claims(a.lease) == {h[:20]}
+
+
+def test_whoever_writes_a_field_drops_dead_leases(schemas):
+    h, other = random_chain(2)
+    dead = FakeWorker(schemas, "dead").up([h, other])
+    b = FakeWorker(schemas, "b").up()
+    schemas.client.delete(schemas.base + "w:dead")
+    b.publish(stored=[h])
+    assert schemas.client.hget(schemas.base + "own:" + h[:4], h[4:20]) == b.lease
+    b.publish(evicted=[other])
+    assert schemas.claims(dead.lease) == set()
+
+
+def test_heartbeats_sweep_dead_claims_and_stale_members(schemas):
+    chain = random_chain(300)
+    FakeWorker(schemas, "dead").up(chain)
+    b = FakeWorker(schemas, "b").up(chain[:7])
+    schemas.client.delete(schemas.base + "w:dead")
+    for _ in range(65536 // 64 + 1):
+        assert b.beat() == ["ok"]
+    assert schemas.claims("1") == set()
+    assert schemas.claims(b.lease) == {h[:20] for h in chain[:7]}
+    assert schemas.client.zrange(schemas.base + "load", 0, -1) == [b.lease]
+    assert schemas.client.hkeys(schemas.base + "leases") == [b.lease]
+
+
+def test_registration_refuses_what_counts_blocks_otherwise(schemas):
+    FakeWorker(schemas, "a").up()
+    b = FakeWorker(schemas, "b")
+    assert b.register(block=16) == ["mismatch", "block size is 16 here and 32 at the live workers"]
+    assert b.register(fingerprint="0" * 32)[0] == "mismatch"
+    assert b.register(schema="9")[0] == "mismatch"
+    assert schemas.call("forget", "a") == 1
+    assert b.register(block=16)[0] == "ok", "with the last live worker, meta ended"
+
+
+def test_when_memory_is_full_workers_still_live_and_evict(schemas):
+    chain = random_chain(6)
+    a = FakeWorker(schemas, "a").up(chain)
+    late = FakeWorker(schemas, "late")
+    try:
+        schemas.client.config_set("maxmemory", "1")
+        assert a.beat() == ["ok"]
+        with pytest.raises(Exception, match="OOM|maxmemory"):
+            a.publish(stored=random_chain(1))
+        a.seq -= 1
+        assert a.publish(evicted=chain[4:]) == ["ok"]
+        assert late.register()[0] == "ok" and late.publish(live=True) == ["ok"]
+    finally:
+        schemas.client.config_set("maxmemory", "0")
+    assert schemas.claims(a.lease) == {h[:20] for h in chain[:4]}
+
+
+def test_forget_ends_every_lease_of_a_worker(schemas):
+    chain = random_chain(3)
+    a = FakeWorker(schemas, "a").up(chain)
+    b = FakeWorker(schemas, "b").up()
+    assert schemas.call("forget", "a", "not its nonce") == 0
+    assert schemas.call("forget", "a") == 1
+    assert [row[0] for row in schemas.route(chain)[1:]] == ["b"]
+    assert a.beat()[0] == "resync"
+    assert schemas.call("forget", "b", b.nonce) == 1
+    assert schemas.client.exists(schemas.base + "meta") == 0
+
+
+def test_holds_lists_exactly_the_claims_in_bounded_chunks(schemas):
+    chain = random_chain(5000)
+    a = FakeWorker(schemas, "a").up(chain[:3000])
+    FakeWorker(schemas, "b").up(chain[2000:])
+    found, counted, cursor, calls = [], 0, "0", 0
+    while cursor != "end":
+        chunk = schemas.call("holds", "a", cursor)
+        counted += int(schemas.call("holds", "a", cursor, "count")[1])
+        cursor, calls = chunk[0], calls + 1
+        found += chunk[1:]
+        assert len(chunk) < 2300
+    assert sorted(found) == sorted(h[:20] for h in chain[:3000]) and counted == 3000
+    assert 16 <= calls <= 40
+    assert schemas.call("holds", "nobody", 0) == ["end"]
+    assert a.lease == "1"
+
+
+def test_models_and_prefixes_are_apart(redis):
+    client = redis.client()
+    client.flushall()
+    one, two = Schemas(client, "m1"), Schemas(client, "m1", prefix="other:")
+    chain = random_chain(3)
+    FakeWorker(one, "a").up(chain)
+    assert two.route(chain) == ["none"]
+    FakeWorker(two, "b").up(chain)
+    assert one.route(chain)[1][0] == "a" and two.route(chain)[1][0] == "b"
+    assert all(key.startswith(("kvgate:{m1}:", "other:{m1}:")) for key in client.keys())
