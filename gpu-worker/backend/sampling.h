@@ -2,13 +2,20 @@
  *
  * Order (vLLM's): logit_bias, min-tokens ban, repetition / presence / frequency penalties, temperature, top-k, top-p, min-p;
  * then the token is the argmax of log-probability + Gumbel noise from Philox4x32-10 with key = seed and counter =
- * (choice, absolute position, token id), -log(-log(u)) by one polynomial in f32 that every backend shares. temperature 0
- * takes the argmax of the penalized logits, ties to the lowest id. So a request's text does not depend on its batch.
+ * (choice, absolute position, token id), -log(-log(u)) by one polynomial in f32 that every backend shares (sample_noise.h).
+ * A temperature up to SAMPLE_GREEDY_BELOW takes the argmax of the penalized logits, ties to the lowest id. So a request's text
+ * does not depend on its batch.
+ *
+ * top-k and top-p keep a prefix of the candidates in the order (value descending, id ascending): k of them, or the shortest
+ * whose mass reaches top_p; the first always stays. min-p drops what has less than min_p of the first one's probability.
+ * A NaN logit cannot be drawn.
  */
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#define SAMPLE_GREEDY_BELOW 1e-5f
 
 struct sample_bias {
     uint32_t id;

@@ -1,0 +1,290 @@
+/* The `sample` op on the CPU: see backend/sampling.h for the rule, backend/sample_noise.h for the noise.
+ *
+ *   logits --bias, ban, penalties--> z --(z - max) / temperature--> w <= 0 --top-k, top-p, min-p: others -inf--> argmax(w +
+ * noise)
+ *
+ * Candidates are ordered by (w descending, id ascending); top-k and top-p keep a prefix of that order, found by selection on
+ * the bits of w instead of sorting.
+ */
+#include "gpu-worker/backend/sampling.h"
+#include <float.h>
+#include <math.h>
+#include <string.h>
+#include "gpu-worker/backend/sample_noise.h"
+
+enum { LANES = 16 };
+
+/* A NaN logit can never be drawn; +inf stays finite, so that differences do. */
+static inline float finite_or_low(float x)
+{
+    return x != x ? -INFINITY : x > FLT_MAX ? FLT_MAX : x;
+}
+
+/* Largest of x[n]; lanes, so that it vectorizes. NaN is skipped. */
+static float largest(const float *x, uint32_t n)
+{
+    float best[LANES];
+    uint32_t i = 0;
+
+    for (int lane = 0; lane < LANES; lane++)
+        best[lane] = -INFINITY;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            best[lane] = x[i + lane] > best[lane] ? x[i + lane] : best[lane];
+    for (; i < n; i++)
+        best[0] = x[i] > best[0] ? x[i] : best[0];
+    for (int lane = 1; lane < LANES; lane++)
+        best[0] = best[lane] > best[0] ? best[lane] : best[0];
+    return best[0];
+}
+
+/* The lowest id whose value is `value`; n when there is none. */
+static uint32_t first_equal(const float *x, uint32_t n, float value)
+{
+    uint32_t i = 0;
+    while (i < n && x[i] != value)
+        i++;
+    return i;
+}
+
+/* ---- log-probabilities under the raw logits ------------------------------------------------------------------------------- */
+
+static float log_sum_exp(const float *logits, uint32_t n, float max)
+{
+    double sum = 0;
+
+    if (!(max > -INFINITY && max < INFINITY))
+        return max;
+    for (uint32_t i = 0; i < n; i++)
+        if (logits[i] - max > -87.0f)
+            sum += sample_exp(logits[i] - max);
+    return max + (float)log(sum);
+}
+
+/* JSON has no infinity: what cannot be drawn reads -9999, as in vLLM. */
+static float raw_logprob(const float *logits, uint32_t id, float lse)
+{
+    float value = finite_or_low(logits[id]) - lse;
+    return value > -9999.0f ? value : -9999.0f;
+}
+
+/* The k largest of logits[n], largest first, ties to the lowest id, by insertion. */
+static void top_ids(const float *logits, uint32_t n, uint32_t k, struct sample_result *result)
+{
+    uint32_t have = 0;
+
+    for (uint32_t id = 0; id < n; id++) {
+        float x = logits[id];
+        if (x != x || (have == k && !(x > logits[result->top_ids[k - 1]])))
+            continue;
+        uint32_t at = have < k ? have++ : k - 1;
+        for (; at > 0 && x > logits[result->top_ids[at - 1]]; at--)
+            result->top_ids[at] = result->top_ids[at - 1];
+        result->top_ids[at] = id;
+    }
+    result->n_top = have;
+}
+
+static void report_logprobs(const float *logits, uint32_t n, const struct sample_row *row, struct sample_result *result)
+{
+    float lse = log_sum_exp(logits, n, finite_or_low(largest(logits, n)));
+
+    result->logprob = raw_logprob(logits, result->id, lse);
+    uint32_t k = row->top_logprobs < SAMPLE_TOP_MAX ? row->top_logprobs : SAMPLE_TOP_MAX;
+    if (k == 0)
+        return;
+    top_ids(logits, n, k, result);
+    for (uint32_t i = 0; i < result->n_top; i++)
+        result->top_logprobs[i] = raw_logprob(logits, result->top_ids[i], lse);
+}
+
+/* ---- parameters before temperature --------------------------------------------------------------------------------------- */
+
+static void penalize(float *z, uint32_t n, const struct sample_row *row)
+{
+    for (uint32_t i = 0; i < row->n_counts; i++) {
+        const struct sample_count *count = &row->counts[i];
+        if (count->id >= n)
+            continue;
+        float x = z[count->id];
+        if (count->prompt || count->output)
+            x = x > 0 ? x / row->repetition_penalty : x * row->repetition_penalty;
+        if (count->output)
+            x = x - row->frequency_penalty * (float)count->output - row->presence_penalty;
+        z[count->id] = finite_or_low(x);
+    }
+}
+
+static bool is_plain(const struct sample_row *row)
+{
+    return row->n_biases == 0 && row->n_banned == 0 && row->n_counts == 0;
+}
+
+static void adjust(const float *logits, uint32_t n, const struct sample_row *row, float *z)
+{
+    for (uint32_t i = 0; i < n; i++)
+        z[i] = finite_or_low(logits[i]);
+    for (uint32_t i = 0; i < row->n_biases; i++)
+        if (row->biases[i].id < n)
+            z[row->biases[i].id] = finite_or_low(z[row->biases[i].id] + row->biases[i].bias);
+    for (uint32_t i = 0; i < row->n_banned; i++)
+        if (row->banned[i] < n)
+            z[row->banned[i]] = -INFINITY;
+    penalize(z, n, row);
+}
+
+/* ---- top-k and top-p by selection ---------------------------------------------------------------------------------------- */
+
+/* Orders like the float: larger value, larger key. */
+static inline uint32_t key_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* What is kept: keys above `key`, and of those equal to it the `ties` lowest ids. */
+struct cut {
+    uint32_t key;
+    double ties;
+};
+
+/* One digit of the selection: among candidates whose key agrees with `prefix` above the digit, which value of the digit holds
+ * the point where the weight, added from the largest down, reaches `goal`. What lies above that value is taken off the goal. */
+static uint32_t select_digit(const float *w, uint32_t n, uint32_t prefix, int shift, int width, bool by_mass, double *goal)
+{
+    double weight[2048] = {0};
+    uint32_t above = shift + width == 32 ? 0 : ~0u << (shift + width), mask = (1u << width) - 1, digit, last = 0;
+    double taken = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        if (w[i] == -INFINITY || (key_of(w[i]) & above) != prefix)
+            continue;
+        weight[key_of(w[i]) >> shift & mask] += by_mass ? (double)sample_exp(w[i]) : 1.0;
+    }
+    for (digit = mask;; digit--) {
+        if (weight[digit] > 0) {
+            last = digit;
+            if (taken + weight[digit] >= *goal)
+                break;
+            taken += weight[digit];
+        }
+        if (digit == 0) { /* rounding left the goal just out of reach: the smallest candidate is the last one kept */
+            taken -= weight[last];
+            break;
+        }
+    }
+    *goal -= taken;
+    return prefix | last << shift;
+}
+
+/* The shortest prefix of the order whose weight (mass, or number) reaches `goal`; it has one candidate at least. */
+static struct cut select_prefix(const float *w, uint32_t n, bool by_mass, double goal)
+{
+    uint32_t key = select_digit(w, n, 0, 21, 11, by_mass, &goal);
+    key = select_digit(w, n, key, 10, 11, by_mass, &goal);
+    key = select_digit(w, n, key, 0, 10, by_mass, &goal);
+    uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    double each = by_mass ? (double)sample_exp(value) : 1.0, ties = each > 0 ? ceil(goal / each) : 1;
+    return (struct cut){key, ties > 1 ? ties : 1};
+}
+
+static void drop_below(float *w, uint32_t n, struct cut cut)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t key = key_of(w[i]);
+        if (key < cut.key || (key == cut.key && cut.ties-- < 1))
+            w[i] = -INFINITY;
+    }
+}
+
+static double total_mass(const float *w, uint32_t n)
+{
+    double sum = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (w[i] > -87.0f)
+            sum += sample_exp(w[i]);
+    return sum;
+}
+
+static void filter(float *w, uint32_t n, const struct sample_row *row)
+{
+    if (row->top_k && row->top_k < n)
+        drop_below(w, n, select_prefix(w, n, false, row->top_k));
+    if (row->top_p < 1)
+        drop_below(w, n, select_prefix(w, n, true, row->top_p > 0 ? row->top_p * total_mass(w, n) : 0));
+    if (row->min_p > 0) {
+        float least = logf(row->min_p < 1 ? row->min_p : 1);
+        for (uint32_t i = 0; i < n; i++)
+            if (w[i] < least)
+                w[i] = -INFINITY;
+    }
+}
+
+/* ---- drawing -------------------------------------------------------------------------------------------------------------- */
+
+/* argmax of w + noise, ties to the lowest id. `likely` has w = 0: its score spares most others their noise. */
+static uint32_t draw(const float *w, uint32_t n, const struct sample_row *row, uint32_t likely)
+{
+    uint32_t best = likely;
+    float score = w[likely] + sample_noise(row->seed, row->choice, row->position, likely);
+
+    for (uint32_t id = 0; id < n; id++) {
+        if (w[id] + SAMPLE_NOISE_MAX < score || id == likely)
+            continue;
+        float s = w[id] + sample_noise(row->seed, row->choice, row->position, id);
+        if (s > score || (s == score && id < best)) {
+            score = s;
+            best = id;
+        }
+    }
+    return best;
+}
+
+/* Every logit is -inf or NaN: the lowest id that is not banned. */
+static uint32_t first_allowed(uint32_t n, const struct sample_row *row)
+{
+    for (uint32_t id = 0; id < n; id++) {
+        uint32_t i = 0;
+        while (i < row->n_banned && row->banned[i] != id)
+            i++;
+        if (i == row->n_banned)
+            return id;
+    }
+    return 0;
+}
+
+static uint32_t choose(const float *logits, uint32_t n, const struct sample_row *row, float *w)
+{
+    bool greedy = !(row->temperature > SAMPLE_GREEDY_BELOW);
+    const float *z = logits;
+
+    if (!greedy || !is_plain(row)) {
+        adjust(logits, n, row, w);
+        z = w;
+    }
+    float max = largest(z, n);
+    uint32_t likely = first_equal(z, n, max);
+    if (likely == n || max == -INFINITY)
+        return first_allowed(n, row);
+    if (greedy)
+        return likely;
+    for (uint32_t i = 0; i < n; i++)
+        w[i] = (w[i] - max) / row->temperature;
+    filter(w, n, row);
+    return draw(w, n, row, likely);
+}
+
+void sample_row_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *scratch,
+                    struct sample_result *result)
+{
+    uint32_t n = row->n_vocab && row->n_vocab < n_vocab ? row->n_vocab : n_vocab;
+
+    result->n_top = 0;
+    result->logprob = 0;
+    result->id = choose(logits, n, row, scratch);
+    if (row->want_logprob)
+        report_logprobs(logits, n, row, result);
+}
