@@ -7,6 +7,7 @@ B       ?= build
 CC      ?= gcc
 SAN     ?=
 PORT    ?= 8080
+JOBS    ?= $(shell nproc)
 VERSION := 0.1.0
 
 .DEFAULT_GOAL := all
@@ -17,8 +18,9 @@ APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates i
        nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libssl-dev zlib1g-dev
 APT_TEST := g++ clang clang-format clang-tidy cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck
-PIP := setuptools wheel scikit-build-core pytest pytest-timeout openai redis requests httpx[http2] numpy gguf jinja2 transformers tokenizers \
-       tiktoken sentencepiece protobuf xxhash
+PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 pytest-timeout==2.4.0 openai==3.57.0 redis==8.1.0 \
+       requests==2.34.2 httpx[http2]==0.28.1 numpy==2.4.6 gguf==0.19.0 jinja2==3.1.6 transformers==5.24.0 tokenizers==0.23.3 \
+       tiktoken==0.14.0 sentencepiece==0.2.3 protobuf==7.36.2 xxhash==4.1.0 pyyaml==6.0.4
 
 VENV   := build/venv
 PYTHON := $(VENV)/bin/python
@@ -57,9 +59,14 @@ LUA        := $(wildcard redis-schemas/*.lua)
 obj = $(patsubst %.c,$(B)/%.o,$(1))
 isa = $(foreach set,avx2 avx512 amx,$(if $(filter %_$(set).c,$(1)),$(ISA_$(set))))
 
+# V=1 shows whole command lines.
+Q  := $(if $(V),,@)
+say = $(if $(V),,@echo "  $(1) $@")
+
 $(B)/%.o: %.c
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $(call isa,$<) -c $< -o $@
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) $(call isa,$<) -c $< -o $@
 
 $(B)/gen/scripts.h: $(LUA) tests/tools/embed_lua.py
 	@mkdir -p $(@D)
@@ -71,13 +78,16 @@ $(B)/libschemas.a: $(call obj,$(SCHEMA_SRC))
 $(B)/libworker.a: $(call obj,$(WORKER_SRC))
 %.a:
 	@rm -f $@
-	ar rcs $@ $^
+	$(call say,AR)
+	$(Q)ar rcs $@ $^
 
 LIBS := $(B)/libworker.a $(B)/libschemas.a $(B)/libprompt.a
 $(B)/kvgate-prompt: $(B)/libprompt/kvgate_prompt.o $(B)/libprompt.a
-	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 $(B)/kvgate-worker: $(B)/gpu-worker/main.o $(LIBS)
-	$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
 # Every tests/unit/**/test_*.c is one cmocka program; tests/tools/*.c and tests/bench/*.c are small programs of their own.
 UNIT_SRC  := $(wildcard tests/unit/*/test_*.c)
@@ -86,9 +96,11 @@ UNIT_BIN  := $(patsubst %.c,$(B)/%,$(UNIT_SRC))
 TOOL_SRC  := $(wildcard tests/tools/*.c tests/bench/*.c)
 TOOL_BIN  := $(patsubst %.c,$(B)/%,$(TOOL_SRC))
 $(UNIT_BIN): $(B)/%: $(B)/%.o $(LIBS)
-	$(CC) $(LDFLAGS) $< $(LIBS) -o $@ -lcmocka $(LDLIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $< $(LIBS) -o $@ -lcmocka $(LDLIBS)
 $(TOOL_BIN): $(B)/%: $(B)/%.o $(LIBS)
-	$(CC) $(LDFLAGS) $< $(LIBS) -o $@ $(LDLIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $< $(LIBS) -o $@ $(LDLIBS)
 
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so
@@ -104,7 +116,7 @@ tools: $(TOOL_BIN)
 
 # ---- running ----------------------------------------------------------------------------------------------------------
 run: build/.apt models
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory -j$(JOBS) all
 	@PORT=$(PORT) B=$(B) conf/stack.sh start
 stop:
 	@conf/stack.sh stop
@@ -113,13 +125,13 @@ stop:
 PYTEST := B=$(B) $(PYTHON) -m pytest -q -ra --durations=15
 
 test: deps models-test
-	$(MAKE) check-layers all unit tools
+	$(MAKE) -j$(JOBS) check-layers all unit tools
 	$(PYTEST) tests -m "not long"
 test-long: deps models-all
-	$(MAKE) check-layers all unit tools
+	$(MAKE) -j$(JOBS) check-layers all unit tools
 	$(PYTEST) tests
 smoke: deps models
-	$(MAKE) all
+	$(MAKE) -j$(JOBS) all
 	$(PYTEST) tests/e2e/test_smoke.py
 check-layers:
 	@python3 tests/tools/check_layers.py
@@ -127,10 +139,10 @@ check-layers:
 # The unit tests under AddressSanitizer and UndefinedBehaviorSanitizer; those of the worker's threads under ThreadSanitizer
 # (setarch -R: the sanitizer's memory map does not bear today's address randomization).
 asan: deps models-test
-	$(MAKE) B=build-asan SAN=address,undefined unit
+	$(MAKE) -j$(JOBS) B=build-asan SAN=address,undefined unit
 	B=build-asan $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py
 tsan: deps models-test
-	$(MAKE) B=build-tsan SAN=thread unit
+	$(MAKE) -j$(JOBS) B=build-tsan SAN=thread unit
 	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py -k "gpu-worker or redis-schemas or prompt_model"
 
 lint: build/.apt-test
@@ -141,7 +153,7 @@ lint: build/.apt-test
 
 # ---- benchmarks (none runs in CI; tables on the terminal, build/bench-NAME.json) ------------------------------------------
 bench-cache: deps models
-	$(MAKE) all tools
+	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_cache.py
 
 format:
@@ -155,4 +167,4 @@ help:
 
 .PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan lint bench-cache \
         check-layers format clean help
--include $(shell find $(B) -name '*.d' -not -path '*/venv/*' 2>/dev/null)
+-include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)
