@@ -158,7 +158,7 @@ SECONDS ?= 60
 fuzz: build/.apt-test
 	$(MAKE) -j$(JOBS) CC=clang B=build-fuzz SAN=address,undefined,fuzzer-no-link fuzzers
 	@python3 tests/tools/hostile_gguf.py build-fuzz/gguf && mkdir -p build-fuzz/corpus/fuzz_gguf && \
-	    find build-fuzz/gguf/refused -size -64k -exec cp -t build-fuzz/corpus/fuzz_gguf {} +
+	    find build-fuzz/gguf/refused -type f -size -64k -exec cp -t build-fuzz/corpus/fuzz_gguf {} +
 	@set -e; for fuzzer in $(notdir $(FUZZ_SRC:.c=)); do \
 	    mkdir -p build-fuzz/corpus/$$fuzzer; seeds=tests/fuzz/seeds/$$fuzzer; [ -d $$seeds ] || seeds=; \
 	    echo "kvgate: $$fuzzer, $(SECONDS) s"; \
