@@ -1,6 +1,7 @@
 /* HTTP/1.1: the OpenAI-compatible API in front of an engine. */
 #pragma once
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/engine/engine.h"
 #include "libprompt/error.h"
@@ -8,21 +9,26 @@
 struct server;
 struct publisher;
 
+/* The strings are the caller's and outlive the server. */
 struct server_options {
-    const char *host;            /* --host */
-    uint16_t port;               /* --port; 0 = none */
-    const char *gateway_listen;  /* IP:port or unix:/path; NULL = none. Honours X-Kvgate-*, prompt_token_ids, priority */
-    const char *model_name;      /* --served-model-name */
-    const char *api_key;         /* NULL = open */
+    const char *host;           /* --host */
+    uint16_t port;              /* --port; 0 = none */
+    const char *gateway_listen; /* IP:port or unix:/path; NULL = none. Honours X-Kvgate-*, prompt_token_ids, priority */
+    const char *model_name;     /* --served-model-name */
+    const char *const *aliases; /* [n_aliases] further names that requests may use; replies carry model_name */
+    size_t n_aliases;
+    bool priority_scheduling; /* the engine's: else a priority other than 0 is refused */
+    const char *api_key;      /* NULL = open */
     const char *version;
-    uint32_t threads;            /* connection and tokenizing threads; 0 = 2 */
-    uint32_t max_body_bytes;     /* 0 = 32 MiB */
-    uint32_t max_waiting;        /* requests queued before 503; 0 = 1,024 */
+    uint32_t threads;        /* connection and tokenizing threads; 0 = 2 */
+    uint32_t max_body_bytes; /* 0 = 32 MiB */
+    uint32_t max_waiting;    /* requests queued before 503; 0 = 1,024 */
 };
 
 int server_open(struct server **out, const struct server_options *options, struct engine *engine,
                 const struct kvg_prompt_model *prompt_model, struct publisher *publisher, struct kvg_error *err);
-/* Stops accepting, announces Connection: close, lets running replies end. */
+/* Any thread may call the rest. Stops accepting, announces Connection: close, lets running replies end. */
 void server_drain(struct server *server);
 bool server_idle(const struct server *server); /* no reply is being sent */
+/* Closes every connection, cancels what they asked for, joins the threads. The engine must still live. */
 void server_close(struct server *server);
