@@ -124,7 +124,7 @@ static int read_boolean(struct parse *p, const struct kvg_json *value)
 
 static int only_bool(struct parse *p, const struct kvg_json *value)
 {
-    bool on;
+    bool on = false;
     int code = read_bool(p, value, &on);
     if (code == KVG_OK && on != (p->field->kind == ONLY_TRUE))
         return unsupported(p, on ? "it can only be false" : "it can only be true");
@@ -285,7 +285,7 @@ int api_token_ids(const struct kvg_json *value, const char *name, uint32_t n_voc
 
 static int parse_stop_ids(struct parse *p, const struct kvg_json *value)
 {
-    struct kvg_ids ids;
+    struct kvg_ids ids = {0};
     if (value->type == KVG_JSON_ARRAY && value->n == 0)
         return KVG_OK;
     if (value->type == KVG_JSON_ARRAY && value->n > API_MAX_STOP_IDS)

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE /* accept4 */
 #include "gpu-worker/server/loop.h"
 #include <errno.h>
 #include <stdlib.h>
