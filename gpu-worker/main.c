@@ -1,0 +1,278 @@
+/* kvgate-worker: loads a model, serves it, tells Redis what it holds. */
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+#include "gpu-worker/engine/engine.h"
+#include "gpu-worker/kv/publish.h"
+#include "gpu-worker/log.h"
+#include "gpu-worker/model/model.h"
+#include "gpu-worker/options.h"
+#include "gpu-worker/server/server.h"
+#include "libprompt/prompt.h"
+
+enum { EXIT_START = 1, EXIT_USAGE = 2, EXIT_SUPERSEDED = 3, EXIT_FORCED = 143 };
+enum { SEGMENT_MEMORY = 64 << 20, DRAIN_POLL_MS = 50, DRAIN_QUIET_POLLS = 4 };
+
+struct worker {
+    struct options options;
+    struct kvg_prompt_model *prompt_model;
+    struct model *model;
+    struct publisher *publisher;
+    struct engine *engine;
+    struct server *server;
+};
+
+static atomic_bool superseded;
+
+static int64_t monotonic_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* ---- start ------------------------------------------------------------------------------------------------------------- */
+
+/* On the publisher's thread: wakes the main thread, which drains. */
+static void on_superseded(void *context)
+{
+    atomic_store(&superseded, true);
+    kill(getpid(), SIGTERM);
+}
+
+struct progress {
+    int64_t last_ms;
+    const char *path;
+};
+
+/* A line a second while the file loads. */
+static void on_progress(double share, void *context)
+{
+    struct progress *progress = context;
+    int64_t now = monotonic_ms();
+    if (now - progress->last_ms < 1000)
+        return;
+    progress->last_ms = now;
+    log_info("loading %s: %.0f %%", progress->path, share * 100);
+}
+
+static enum log_level level_of(const char *name)
+{
+    return strcmp(name, "debug") == 0   ? LOG_DEBUG
+           : strcmp(name, "warn") == 0  ? LOG_WARN
+           : strcmp(name, "error") == 0 ? LOG_ERROR
+                                        : LOG_INFO;
+}
+
+/* Signals that end the worker are taken by the main thread alone: every other thread inherits this mask. */
+static void prepare_process(sigset_t *ending)
+{
+    struct rlimit files;
+
+    signal(SIGPIPE, SIG_IGN);
+    sigemptyset(ending);
+    sigaddset(ending, SIGTERM);
+    sigaddset(ending, SIGINT);
+    pthread_sigmask(SIG_BLOCK, ending, NULL);
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
+}
+
+static int load_model(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    int64_t started = monotonic_ms();
+    struct progress progress = {started, options->model};
+    struct model_options model_options = {
+        .path = options->model,
+        .device = options->device,
+        .cpu_isa = options->cpu_isa,
+        .threads = options->threads,
+        .max_rows = options->max_num_batched_tokens,
+        .max_seqs = options->max_num_seqs,
+        .max_outputs = options->max_num_seqs,
+        .progress = on_progress,
+        .context = &progress,
+    };
+    log_info("loading %s", options->model);
+    if (kvg_prompt_model_open(&worker->prompt_model, options->model, SEGMENT_MEMORY, err) < 0 ||
+        model_open(&worker->model, &model_options, err) < 0)
+        return -1;
+    const struct model_info *info = model_info(worker->model);
+    if (strcmp(options->device, "auto") == 0 && strncmp(info->backend, "cpu", 3) == 0)
+        log_info("--device auto: no CUDA here, running on the CPU");
+    log_info("loaded in %.1f s: %s, %u layers, %.0f MiB of weights, on %s", (double)(monotonic_ms() - started) / 1000,
+             info->family, info->n_layers, (double)info->weight_bytes / (1 << 20), info->backend);
+    return 0;
+}
+
+/* MemAvailable in bytes; 0 where the system does not say. */
+static uint64_t available_memory(void)
+{
+    unsigned long long kib = 0;
+    char line[128];
+    FILE *file = fopen("/proc/meminfo", "re");
+    while (file && !kib && fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %llu kB", &kib) != 1)
+            kib = 0;
+    if (file)
+        fclose(file);
+    return (uint64_t)kib * 1024;
+}
+
+static int start_publisher(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    struct publisher_options publisher_options = {
+        .redis = options->redis,
+        .prefix = options->redis_prefix,
+        .model = options->served_model_name,
+        .worker_id = options->worker_id,
+        .addr = options->advertise,
+        .version = KVGATE_VERSION,
+        .fingerprint = *kvg_prompt_model_fingerprint(worker->prompt_model),
+        .block_size = options->block_size,
+        .superseded = on_superseded,
+    };
+    return options->redis ? publisher_open(&worker->publisher, &publisher_options, err) : 0;
+}
+
+static int start_engine(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    struct engine_options engine_options = {
+        .model_name = options->served_model_name,
+        .max_model_len = options->max_model_len,
+        .max_num_seqs = options->max_num_seqs,
+        .max_num_batched_tokens = options->max_num_batched_tokens,
+        .block_size = options->block_size,
+        .num_kv_blocks = options->num_kv_blocks,
+        .kv_cache_bytes = options->kv_cache_memory,
+        .disable_prefix_caching = options->disable_prefix_caching,
+        .disable_chunked_prefill = options->disable_chunked_prefill,
+        .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
+    };
+    struct engine_info info;
+
+    if (options->gpu_memory_utilization > 0)
+        engine_options.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)available_memory());
+    if (engine_open(&worker->engine, &engine_options, worker->model, worker->prompt_model, worker->publisher, err) < 0)
+        return -1;
+    engine_info(worker->engine, &info);
+    size_t block_bytes = model_kv_block_bytes(worker->model, info.block_size);
+    uint32_t blocks_a_request = (info.max_model_len + info.block_size - 1) / info.block_size;
+    log_info("KV cache: %zu bytes a block of %u tokens, %u blocks (%.0f MiB); %.2f requests of %u tokens fit", block_bytes,
+             info.block_size, info.num_blocks, (double)block_bytes * info.num_blocks / (1 << 20),
+             (double)info.num_blocks / blocks_a_request, info.max_model_len);
+    return 0;
+}
+
+static int start_server(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    struct server_options server_options = {
+        .host = options->host,
+        .port = (uint16_t)options->port,
+        .gateway_listen = options->gateway_listen,
+        .model_name = options->served_model_name,
+        .aliases = options->aliases,
+        .n_aliases = options->n_aliases,
+        .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
+        .api_key = options->api_key,
+        .version = KVGATE_VERSION,
+        .max_waiting = options->max_waiting,
+    };
+    char plain[300] = "";
+
+    if (server_open(&worker->server, &server_options, worker->engine, worker->prompt_model, worker->publisher, err) < 0)
+        return -1;
+    if (options->port)
+        snprintf(plain, sizeof plain, strchr(options->host, ':') ? " at http://[%s]:%u" : " at http://%s:%u", options->host,
+                 options->port);
+    log_info("ready: %s%s%s%s%s%s", options->served_model_name, plain, options->gateway_listen ? ", gateway at " : "",
+             options->gateway_listen ? options->gateway_listen : "", options->redis ? ", worker id " : "",
+             options->redis ? options->worker_id : "");
+    return 0;
+}
+
+/* ---- end --------------------------------------------------------------------------------------------------------------- */
+
+/* Waits until every answer was sent. A second signal ends the process at once. */
+static void drain(struct worker *worker, const sigset_t *ending)
+{
+    const struct timespec poll = {.tv_nsec = DRAIN_POLL_MS * 1000000};
+    int quiet = 0;
+
+    if (worker->publisher)
+        publisher_drain(worker->publisher);
+    server_drain(worker->server);
+    while (quiet < DRAIN_QUIET_POLLS) {
+        if (sigtimedwait(ending, NULL, &poll) > 0) {
+            log_warn("second signal: exiting with answers unfinished");
+            _exit(EXIT_FORCED);
+        }
+        quiet = server_idle(worker->server) && engine_idle(worker->engine) ? quiet + 1 : 0;
+    }
+}
+
+/* From the outside in: nobody submits to a closed engine, and the last evictions reach a publisher that is open. */
+static void stop(struct worker *worker)
+{
+    if (worker->server)
+        server_close(worker->server);
+    if (worker->engine)
+        engine_close(worker->engine);
+    if (worker->publisher)
+        publisher_close(worker->publisher);
+    if (worker->model)
+        model_close(worker->model);
+    if (worker->prompt_model)
+        kvg_prompt_model_close(worker->prompt_model);
+}
+
+int main(int argc, char **argv)
+{
+    static struct worker worker;
+    struct kvg_error err = {0};
+    sigset_t ending;
+    int signal_number;
+
+    if (options_parse(&worker.options, argc, argv, &err) < 0) {
+        fprintf(stderr, "kvgate-worker: %s\n", err.message);
+        return EXIT_USAGE;
+    }
+    if (worker.options.help) {
+        options_help();
+        return 0;
+    }
+    if (worker.options.version) {
+        printf("kvgate-worker %s\n", KVGATE_VERSION);
+        return 0;
+    }
+    log_set_level(level_of(worker.options.log_level));
+    prepare_process(&ending);
+    if (load_model(&worker, &err) < 0 || start_publisher(&worker, &err) < 0 || start_engine(&worker, &err) < 0 ||
+        start_server(&worker, &err) < 0) {
+        log_error("cannot start: %s", err.message);
+        stop(&worker);
+        return EXIT_START;
+    }
+    while (sigwait(&ending, &signal_number) != 0)
+        ;
+    if (atomic_load(&superseded))
+        log_error("another process runs under the worker id \"%s\": draining, then exiting", worker.options.worker_id);
+    else
+        log_info("%s: draining; once more exits at once", signal_number == SIGINT ? "SIGINT" : "SIGTERM");
+    drain(&worker, &ending);
+    stop(&worker);
+    log_info("exiting");
+    return atomic_load(&superseded) ? EXIT_SUPERSEDED : 0;
+}

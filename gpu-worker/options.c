@@ -1,0 +1,332 @@
+#include "gpu-worker/options.h"
+#include <arpa/inet.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include "gpu-worker/server/listen.h"
+
+enum kind { TEXT, CHOICE, COUNT, BYTES, SHARE, ON, OFF, NAMES };
+
+struct flag {
+    const char *name;
+    enum kind kind;
+    size_t at;            /* offset in struct options */
+    const char *argument; /* as --help shows it; a CHOICE's values, separated by | */
+    const char *help;     /* with unit and default */
+    uint64_t low, high;   /* COUNT */
+};
+
+#define AT(member) offsetof(struct options, member)
+
+static const struct flag flags[] = {
+    {"model", TEXT, AT(model), "FILE", "GGUF file of the model; required"},
+    {"served-model-name", NAMES, AT(served_model_name), "NAME [ALIAS ...]",
+     "name in requests, replies and Redis; default: the file's name without .gguf. Aliases are accepted in requests"},
+    {"host", TEXT, AT(host), "ADDRESS", "address of the plain listener; default 127.0.0.1"},
+    {"port", COUNT, AT(port), "N", "TCP port of the plain listener; 0 = none; default 8000", 0, 65535},
+    {"api-key", TEXT, AT(api_key), "KEY",
+     "clients must send Authorization: Bearer KEY; default: the variable KVGATE_API_KEY, else open"},
+    {"gateway-listen", TEXT, AT(gateway_listen), "ADDRESS",
+     "IP:port or unix:/path for the gateway alone: only there count X-Kvgate-*, prompt_token_ids and priority; default: none"},
+    {"advertise", TEXT, AT(advertise), "ADDRESS",
+     "how the gateway reaches --gateway-listen: numeric IP:port or unix:/path; default: the same"},
+    {"max-model-len", COUNT, AT(max_model_len), "TOKENS",
+     "longest prompt and answer together; default: the model's context length", 1, 1 << 26},
+    {"max-num-seqs", COUNT, AT(max_num_seqs), "N", "most requests in one step; default 64", 1, 65536},
+    {"max-num-batched-tokens", COUNT, AT(max_num_batched_tokens), "TOKENS", "most tokens computed in one step; default 2048", 1,
+     1 << 20},
+    {"max-waiting", COUNT, AT(max_waiting), "N", "most requests that wait before further ones get 503; default 1024", 1, 1 << 20},
+    {"block-size", COUNT, AT(block_size), "TOKENS", "tokens of a KV block: a power of two from 16 to 512; default 32", 16, 512},
+    {"kv-cache-memory", BYTES, AT(kv_cache_memory), "BYTES",
+     "memory for KV blocks, such as 512M or 2G (1024-based); default: a share of the free memory"},
+    {"num-kv-blocks", COUNT, AT(num_kv_blocks), "N", "number of KV blocks, instead of --kv-cache-memory", 1, 1u << 31},
+    {"gpu-memory-utilization", SHARE, AT(gpu_memory_utilization), "SHARE",
+     "KV blocks get this share, above 0 and up to 1, of the device's free memory (the machine's, on the CPU), instead of "
+     "--kv-cache-memory"},
+    {"enable-prefix-caching", OFF, AT(disable_prefix_caching), NULL,
+     "reuse the KV blocks of earlier prompts; this is the default"},
+    {"no-enable-prefix-caching", ON, AT(disable_prefix_caching), NULL, "compute every prompt anew"},
+    {"enable-chunked-prefill", OFF, AT(disable_chunked_prefill), NULL,
+     "compute long prompts in parts, beside running answers; this is the default"},
+    {"no-enable-chunked-prefill", ON, AT(disable_chunked_prefill), NULL, "compute each prompt in one step as far as it fits"},
+    {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
+     "order of waiting requests; priority: lower numbers first; default fcfs"},
+    {"device", CHOICE, AT(device), "auto|cpu|cuda",
+     "auto takes a CUDA device where this build and machine have one; default auto"},
+    {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
+    {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512", "instruction set of the CPU kernels; default auto"},
+    {"redis", TEXT, AT(redis), "URL",
+     "redis://[user:password@]host[:port][/db] or unix:/path; default: none, nothing is published"},
+    {"redis-prefix", TEXT, AT(redis_prefix), "PREFIX", "start of every Redis key; default kvgate:"},
+    {"worker-id", TEXT, AT(worker_id), "ID", "this worker's name in Redis, unique for the model; default: host name and port"},
+    {"log-level", CHOICE, AT(log_level), "debug|info|warn|error", "least level that is logged, to stderr; default info"},
+    {"help", ON, AT(help), NULL, "print this and exit"},
+    {"version", ON, AT(version), NULL, "print the version and exit"},
+};
+
+static const struct flag *find_flag(const char *name, size_t len)
+{
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
+        const char *known = flags[i].name;
+        size_t k = 0;
+        while (k < len && known[k] && (name[k] == known[k] || (name[k] == '_' && known[k] == '-')))
+            k++;
+        if (k == len && !known[k])
+            return &flags[i];
+    }
+    return NULL;
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------------ */
+
+static int read_count(const struct flag *flag, const char *text, uint32_t *out, struct kvg_error *err)
+{
+    char *end;
+    unsigned long long n = strtoull(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end || n < flag->low || n > flag->high || strlen(text) > 12)
+        return kvg_fail(err, KVG_INVALID, "--%s must be a whole number from %llu to %llu, got \"%s\"", flag->name,
+                        (unsigned long long)flag->low, (unsigned long long)flag->high, text);
+    *out = (uint32_t)n;
+    return KVG_OK;
+}
+
+static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, struct kvg_error *err)
+{
+    static const char units[] = "KMGT";
+    char *end;
+    double n = strtod(text, &end);
+    const char *unit = *end ? strchr(units, *end & ~0x20) : NULL;
+
+    if (unit)
+        end++;
+    for (const char *at = unit; at && at >= units; at--)
+        n *= 1024;
+    if (unit && *end == 'i')
+        end++;
+    if (*end == 'B')
+        end++;
+    if (text[0] < '0' || text[0] > '9' || *end || !(n >= 1) || n > 1e15)
+        return kvg_fail(err, KVG_INVALID, "--%s must be a number of bytes such as 512M or 2G, got \"%s\"", flag->name, text);
+    *out = (uint64_t)n;
+    return KVG_OK;
+}
+
+static int read_share(const struct flag *flag, const char *text, double *out, struct kvg_error *err)
+{
+    char *end;
+    double share = strtod(text, &end);
+    if (end == text || *end || !(share > 0 && share <= 1))
+        return kvg_fail(err, KVG_INVALID, "--%s must be above 0 and at most 1, got \"%s\"", flag->name, text);
+    *out = share;
+    return KVG_OK;
+}
+
+static int read_choice(const struct flag *flag, const char *text, const char **out, struct kvg_error *err)
+{
+    size_t len = strlen(text);
+    for (const char *at = flag->argument; *at; at += strcspn(at, "|"), at += *at == '|')
+        if (strcspn(at, "|") == len && memcmp(at, text, len) == 0) {
+            *out = text;
+            return KVG_OK;
+        }
+    return kvg_fail(err, KVG_INVALID, "--%s must be one of %s, got \"%s\"", flag->name, flag->argument, text);
+}
+
+static int read_value(const struct flag *flag, struct options *options, const char *text, struct kvg_error *err)
+{
+    void *at = (char *)options + flag->at;
+    switch (flag->kind) {
+    case COUNT:
+        return read_count(flag, text, at, err);
+    case BYTES:
+        return read_bytes(flag, text, at, err);
+    case SHARE:
+        return read_share(flag, text, at, err);
+    case CHOICE:
+        return read_choice(flag, text, at, err);
+    default:
+        if (!text[0])
+            return kvg_fail(err, KVG_INVALID, "--%s must not be empty", flag->name);
+        *(const char **)at = text;
+        return KVG_OK;
+    }
+}
+
+/* ---- rules between flags ----------------------------------------------------------------------------------------------- */
+
+/* The rule for names in Redis keys. */
+static bool name_valid(const char *name)
+{
+    size_t len = strlen(name);
+    return len >= 1 && len <= 128 && strspn(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._/-") == len;
+}
+
+static int check_name(const char *flag, const char *name, struct kvg_error *err)
+{
+    if (name_valid(name))
+        return KVG_OK;
+    return kvg_fail(err, KVG_INVALID, "--%s \"%.140s\": 1 to 128 letters, digits or . _ / - are allowed", flag, name);
+}
+
+static void derive_name(struct options *options)
+{
+    const char *slash = strrchr(options->model, '/'), *base = slash ? slash + 1 : options->model;
+    size_t len = strlen(base);
+    if (len > 5 && strcmp(base + len - 5, ".gguf") == 0)
+        len -= 5;
+    snprintf(options->name_buffer, sizeof options->name_buffer, "%.*s", (int)len, base);
+    options->served_model_name = options->name_buffer;
+}
+
+static void derive_id(struct options *options)
+{
+    char host[100] = "";
+    gethostname(host, sizeof host - 1);
+    uint32_t port = options->port;
+    char ignored[256];
+    uint16_t gateway_port;
+    if (!port && options->gateway_listen && split_address(options->gateway_listen, ignored, sizeof ignored, &gateway_port) == 0)
+        port = gateway_port;
+    snprintf(options->id_buffer, sizeof options->id_buffer, "%s-%u", host[0] ? host : "worker", port);
+    options->worker_id = options->id_buffer;
+}
+
+/* Gateways connect to numbers only: names would have them wait for a resolver. */
+static int check_advertise(const char *address, struct kvg_error *err)
+{
+    char host[256];
+    unsigned char bytes[16];
+    uint16_t port;
+
+    if (listen_unix_path(address))
+        return KVG_OK;
+    if (split_address(address, host, sizeof host, &port) < 0 ||
+        (inet_pton(AF_INET, host, bytes) != 1 && inet_pton(AF_INET6, host, bytes) != 1))
+        return kvg_fail(err, KVG_INVALID, "--advertise \"%s\" must be a numeric IP:port, [IPv6]:port or unix:/path", address);
+    if (strcmp(host, "0.0.0.0") == 0 || strcmp(host, "::") == 0)
+        return kvg_fail(err, KVG_INVALID,
+                        "--gateway-listen %s is every address: say with --advertise which one the gateway is to use", address);
+    return KVG_OK;
+}
+
+static int check(struct options *options, struct kvg_error *err)
+{
+    if (!options->model)
+        return kvg_fail(err, KVG_INVALID, "--model FILE is required (--help lists all flags)");
+    if (!options->served_model_name)
+        derive_name(options);
+    if (!options->worker_id)
+        derive_id(options);
+    if (!options->advertise)
+        options->advertise = options->gateway_listen;
+    if (check_name("served-model-name", options->served_model_name, err) < 0 ||
+        check_name("worker-id", options->worker_id, err) < 0)
+        return KVG_INVALID;
+    if (options->block_size & (options->block_size - 1))
+        return kvg_fail(err, KVG_INVALID, "--block-size must be a power of two from 16 to 512, got %u", options->block_size);
+    if (!options->port && !options->gateway_listen)
+        return kvg_fail(err, KVG_INVALID, "--port 0 without --gateway-listen leaves nothing to listen on");
+    if (options->redis && !options->gateway_listen)
+        return kvg_fail(err, KVG_INVALID, "--redis needs --gateway-listen: it is the address that is published");
+    if (options->max_num_batched_tokens && options->max_num_seqs && options->max_num_batched_tokens < options->max_num_seqs)
+        return kvg_fail(err, KVG_INVALID, "--max-num-batched-tokens is %u, less than --max-num-seqs, which is %u",
+                        options->max_num_batched_tokens, options->max_num_seqs);
+    if (!!options->kv_cache_memory + !!options->num_kv_blocks + (options->gpu_memory_utilization > 0) > 1)
+        return kvg_fail(err, KVG_INVALID, "give one of --kv-cache-memory, --num-kv-blocks and --gpu-memory-utilization");
+    return options->redis ? check_advertise(options->advertise, err) : KVG_OK;
+}
+
+/* ---- the command line -------------------------------------------------------------------------------------------------- */
+
+/* --served-model-name takes every word up to the next flag. */
+static int read_aliases(struct options *options, int argc, char **argv, int *i, struct kvg_error *err)
+{
+    options->n_aliases = 0;
+    while (*i + 1 < argc && strncmp(argv[*i + 1], "--", 2) != 0) {
+        if (options->n_aliases == OPTIONS_MAX_ALIASES)
+            return kvg_fail(err, KVG_INVALID, "--served-model-name has more than %d aliases", OPTIONS_MAX_ALIASES);
+        options->aliases[options->n_aliases++] = argv[++*i];
+    }
+    return KVG_OK;
+}
+
+static int read_flag(struct options *options, int argc, char **argv, int *i, struct kvg_error *err)
+{
+    const char *word = argv[*i], *equals = strchr(word, '=');
+    if (strcmp(word, "-h") == 0)
+        word = "--help";
+    if (strncmp(word, "--", 2) != 0)
+        return kvg_fail(err, KVG_INVALID, "\"%s\" is no flag (--help lists all)", word);
+    const struct flag *flag = find_flag(word + 2, equals ? (size_t)(equals - word - 2) : strlen(word + 2));
+    if (!flag)
+        return kvg_fail(err, KVG_INVALID, "%s is not known (--help lists all flags)", word);
+    if (flag->kind == ON || flag->kind == OFF) {
+        if (equals)
+            return kvg_fail(err, KVG_INVALID, "--%s takes no value", flag->name);
+        *(bool *)((char *)options + flag->at) = flag->kind == ON;
+        return KVG_OK;
+    }
+    if (!equals && *i + 1 == argc)
+        return kvg_fail(err, KVG_INVALID, "--%s needs a value: %s", flag->name, flag->argument);
+    int code = read_value(flag, options, equals ? equals + 1 : argv[++*i], err);
+    if (code == KVG_OK && flag->kind == NAMES)
+        code = read_aliases(options, argc, argv, i, err);
+    return code;
+}
+
+int options_parse(struct options *options, int argc, char **argv, struct kvg_error *err)
+{
+    *options = (struct options){
+        .host = "127.0.0.1",
+        .port = 8000,
+        .api_key = getenv("KVGATE_API_KEY"),
+        .block_size = 32,
+        .max_num_seqs = 64,
+        .max_num_batched_tokens = 2048,
+        .max_waiting = 1024,
+        .scheduling_policy = "fcfs",
+        .device = "auto",
+        .cpu_isa = "auto",
+        .redis_prefix = "kvgate:",
+        .log_level = "info",
+    };
+    if (options->api_key && !options->api_key[0])
+        options->api_key = NULL;
+    for (int i = 1; i < argc; i++) {
+        int code = read_flag(options, argc, argv, &i, err);
+        if (code != KVG_OK)
+            return code;
+    }
+    return options->help || options->version ? KVG_OK : check(options, err);
+}
+
+/* Words of `text` in lines of at most 100 columns, indented. */
+static void print_wrapped(const char *text)
+{
+    int column = 0;
+    while (*text) {
+        int len = (int)strcspn(text, " ");
+        if (column == 0 || column + 1 + len > 92)
+            column = printf(column ? "\n        " : "        ") * 0 + 1;
+        else
+            putchar(' ');
+        printf("%.*s", len, text);
+        column += len + 1;
+        text += len;
+        text += strspn(text, " ");
+    }
+    putchar('\n');
+}
+
+void options_help(void)
+{
+    printf("kvgate-worker %s: serves one model over the OpenAI API.\n\nusage: kvgate-worker --model FILE [flags]\n\n",
+           KVGATE_VERSION);
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
+        printf("  --%s%s%s\n", flags[i].name, flags[i].argument ? " " : "", flags[i].argument ? flags[i].argument : "");
+        print_wrapped(flags[i].help);
+    }
+    printf("\nSIGTERM drains: running answers end, new requests get 503, then exit status 0; a second one exits at once.\n"
+           "Exit status: 0 drained, 1 cannot start, 2 bad flags, 3 another process took the worker id, 70 broken invariant.\n");
+}

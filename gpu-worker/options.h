@@ -1,0 +1,37 @@
+/* kvgate-worker's command line. Flags carry vLLM's names where it has them. */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "libprompt/error.h"
+
+enum { OPTIONS_MAX_ALIASES = 16 };
+
+/* Strings point into argv or the environment, or at the struct's own buffers. */
+struct options {
+    const char *model;
+    const char *served_model_name; /* the first name; derived from the file name by default */
+    const char *aliases[OPTIONS_MAX_ALIASES];
+    size_t n_aliases;
+    const char *host;
+    uint32_t port; /* 0 = no plain listener */
+    const char *api_key;
+    const char *gateway_listen, *advertise; /* advertise: gateway_listen by default */
+    uint32_t max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_kv_blocks, max_waiting;
+    uint64_t kv_cache_memory;      /* bytes; 0 = not given */
+    double gpu_memory_utilization; /* 0 = not given */
+    bool disable_prefix_caching, disable_chunked_prefill;
+    const char *scheduling_policy; /* "fcfs", "priority" */
+    const char *device, *cpu_isa;
+    uint32_t threads; /* 0 = all cores */
+    const char *redis, *redis_prefix, *worker_id;
+    const char *log_level;
+    bool help, version;
+
+    char name_buffer[129], id_buffer[129];
+};
+
+/* 0, or KVG_INVALID with one line that names the flag. Nothing else is checked once help or version is asked for. */
+int options_parse(struct options *options, int argc, char **argv, struct kvg_error *err);
+/* --help, to stdout: every flag with its unit and default. */
+void options_help(void);
