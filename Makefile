@@ -102,6 +102,14 @@ $(TOOL_BIN): $(B)/%: $(B)/%.o $(LIBS)
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) $< $(LIBS) -o $@ $(LDLIBS)
 
+# tests/fuzz/fuzz_*.c: libFuzzer programs, built by clang into build-fuzz.
+FUZZ_SRC := $(wildcard tests/fuzz/fuzz_*.c)
+FUZZ_BIN := $(patsubst %.c,$(B)/%,$(FUZZ_SRC))
+$(FUZZ_BIN): $(B)/%: $(B)/%.o $(B)/libschemas.a $(B)/libprompt.a
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
+fuzzers: $(FUZZ_BIN)
+
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so
 $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/config) $(B)/libprompt.a $(B)/libschemas.a
@@ -145,6 +153,19 @@ tsan: deps models-test
 	$(MAKE) -j$(JOBS) B=build-tsan SAN=thread unit
 	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py -k "gpu-worker or redis-schemas or prompt_model"
 
+# Each fuzzer for SECONDS, from the seeds in tests/fuzz/seeds/NAME, with what it found kept in build-fuzz/corpus/NAME.
+SECONDS ?= 60
+fuzz: build/.apt-test
+	$(MAKE) -j$(JOBS) CC=clang B=build-fuzz SAN=address,undefined,fuzzer-no-link fuzzers
+	@python3 tests/tools/hostile_gguf.py build-fuzz/gguf && mkdir -p build-fuzz/corpus/fuzz_gguf && \
+	    find build-fuzz/gguf/refused -type f -size -64k -exec cp -t build-fuzz/corpus/fuzz_gguf {} +
+	@set -e; for fuzzer in $(notdir $(FUZZ_SRC:.c=)); do \
+	    mkdir -p build-fuzz/corpus/$$fuzzer; seeds=tests/fuzz/seeds/$$fuzzer; [ -d $$seeds ] || seeds=; \
+	    echo "kvgate: $$fuzzer, $(SECONDS) s"; \
+	    build-fuzz/tests/fuzz/$$fuzzer -max_total_time=$(SECONDS) -rss_limit_mb=4096 -timeout=20 -verbosity=0 -print_final_stats=1 \
+	        -artifact_prefix=build-fuzz/$$fuzzer- build-fuzz/corpus/$$fuzzer $$seeds 2>&1 | tee build-fuzz/$$fuzzer.log | grep -E "ERROR|SUMMARY|number_of_executed|panic|runtime error" || true; \
+	    ! grep -qE "ERROR|SUMMARY|runtime error" build-fuzz/$$fuzzer.log; done
+
 lint: build/.apt-test
 	cppcheck --quiet --error-exitcode=1 --enable=warning,portability --inline-suppr --suppressions-list=tests/tools/cppcheck.txt \
 	    --std=c11 -j 2 -I . $(LINT_SRC)
@@ -165,6 +186,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan lint bench-cache \
+.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-cache \
         check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -23,22 +23,22 @@ struct sample_result;
 
 struct model_options {
     const char *path;
-    const char *device;          /* "auto", "cpu", "cuda" */
-    const char *cpu_isa;         /* "auto", "generic", "avx2", "avx512" … */
-    uint32_t threads;            /* 0 = all cores */
-    uint32_t max_rows;           /* most rows in one batch (--max-num-batched-tokens) */
-    uint32_t max_seqs;           /* most sequences in one batch */
-    uint32_t max_outputs;        /* most output rows in one batch */
+    const char *device;                            /* "auto", "cpu", "cuda" */
+    const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512" … */
+    uint32_t threads;                              /* 0 = all cores */
+    uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
+    uint32_t max_seqs;                             /* most sequences in one batch */
+    uint32_t max_outputs;                          /* most output rows in one batch */
     void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
     void *context;
 };
 
 struct model_info {
-    const char *family;      /* "llama", "qwen2" */
+    const char *family;                                                /* "llama", "qwen2" */
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, hidden, n_vocab; /* n_vocab: rows of the output matrix */
-    uint32_t max_position;   /* the file's context length */
+    uint32_t max_position;                                             /* the file's context length */
     uint64_t weight_bytes;
-    char backend[64];        /* "cpu avx512-vnni, 2 threads" */
+    char backend[64]; /* "cpu avx512-vnni, 2 threads" */
 };
 
 int model_open(struct model **out, const struct model_options *options, struct kvg_error *err);
@@ -58,7 +58,7 @@ struct model_seq {
 
 struct model_batch {
     uint32_t n_rows;
-    const uint32_t *ids;     /* [n_rows], all < n_vocab */
+    const uint32_t *ids; /* [n_rows], all < n_vocab */
     uint32_t n_seqs;
     const struct model_seq *seqs;
     uint32_t n_outputs;
@@ -70,4 +70,5 @@ int model_forward(struct model *model, const struct model_batch *batch, struct k
 /* Logits of the last forward in host memory, [n_outputs, n_vocab] f32, valid until the next forward. */
 const float *model_logits(struct model *model);
 /* Samples from the logits of the last forward: one result for each of n rows (see backend/sampling.h). */
-int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results, struct kvg_error *err);
+int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results,
+                 struct kvg_error *err);

@@ -17,4 +17,5 @@ if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' > $policy && chmod +x $policy
     trap 'rm -f $policy' EXIT
 fi
+# shellcheck disable=SC2086  # a list of words
 apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null

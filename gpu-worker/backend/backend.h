@@ -1,0 +1,133 @@
+/* What a device does for a model: one table of operations on tensors that only the device can read.
+ *
+ *   model (families)  --ops-->  backend: cpu/, cuda/
+ *
+ * A step runs  begin_step, ops in order, end_step.  Ops may be queued: results are valid after end_step. No op allocates.
+ * Activations are f32, row-major [rows, cols]. n is the number of rows an op works on: the step's rows before `gather`, its
+ * outputs after. Unless said otherwise an output may not alias an input.
+ *
+ * Row-invariance: row i of every result is the same, bit for bit, whatever the other rows, n, the block tables' placement and the
+ * thread count are. A kernel may be chosen by n only among kernels with equal bits.
+ */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "gpu-worker/backend/sampling.h"
+#include "gpu-worker/quant/quant.h"
+#include "libprompt/error.h"
+
+struct backend;
+struct tensor;
+
+struct backend_options {
+    const char *isa;      /* "auto", or the instruction set to use; NULL = auto */
+    uint32_t threads;     /* 0 = all cores */
+    uint32_t max_rows;    /* most rows of a step */
+    uint32_t max_seqs;
+    uint32_t max_outputs;
+};
+
+/* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend. */
+struct backend_weight {
+    const struct quant_format *format;
+    const void *data;
+    uint32_t rows, cols;
+};
+enum backend_weight_use { WEIGHT_MATMUL, WEIGHT_EMBEDDING, WEIGHT_VECTOR };
+
+struct backend_kv {
+    uint32_t n_layers, n_heads, n_kv_heads, head_dim, n_blocks, block_size;
+};
+
+struct backend_seq {
+    uint32_t first_row, n_rows, n_past;
+    const uint32_t *blocks; /* [ceil((n_past + n_rows) / block_size)] */
+};
+
+struct backend_step {
+    uint32_t n_rows, n_seqs, n_outputs;
+    const uint32_t *ids;     /* [n_rows] */
+    const uint32_t *outputs; /* [n_outputs] */
+    const struct backend_seq *seqs;
+};
+
+/* Up to four products that share their input: out[i] = x W[i]^T (+ bias[i]), x [n, cols], W [rows, cols], out [n, rows]. */
+enum { MATMUL_MAX = 4 };
+struct backend_matmul {
+    uint32_t count;
+    const struct tensor *weights[MATMUL_MAX];
+    const struct tensor *biases[MATMUL_MAX]; /* NULL = none */
+    struct tensor *outs[MATMUL_MAX];
+    bool accumulate; /* out += x W^T instead */
+};
+
+enum rope_style { ROPE_INTERLEAVED, ROPE_HALVES }; /* pairs (2i, 2i + 1), or (i, i + rotated / 2) */
+
+struct backend_rope {
+    uint32_t layer;
+    struct tensor *q, *k;       /* [n_rows, heads * head_dim], rotated in place */
+    const struct tensor *v;     /* [n_rows, kv_heads * head_dim] */
+    const struct tensor *angles; /* of the `angles` op */
+    enum rope_style style;
+};
+
+struct backend_attention {
+    uint32_t layer;
+    float scale;            /* of q k^T, usually 1 / sqrt(head_dim) */
+    const struct tensor *q; /* [n_rows, n_heads * head_dim] */
+    struct tensor *out;     /* same shape */
+};
+
+struct backend_ops {
+    /* "cpu avx512-vnni, 2 threads" into out[size]. */
+    void (*describe)(const struct backend *backend, char *out, size_t size);
+    void (*close)(struct backend *backend);
+
+    /* Life cycle, before the first step. Tensors belong to the backend and live until close. */
+    int (*weight)(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
+                  struct kvg_error *err);
+    int (*activation)(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err);
+    size_t (*kv_block_bytes)(const struct backend *backend, const struct backend_kv *kv);
+    int (*kv_alloc)(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err);
+
+    /* The step's arrays must stay valid until end_step. */
+    int (*begin_step)(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
+    int (*end_step)(struct backend *backend, struct kvg_error *err);
+
+    /* out[r] = table[ids[r]] for all rows of the step. Exact: decoded to f32. */
+    void (*embed)(struct backend *backend, const struct tensor *table, struct tensor *out);
+    /* out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. Relative error 1e-6. */
+    void (*rmsnorm)(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
+                    struct tensor *out);
+    /* Quantized weights: x is rounded to int8 per row and group of 32 (d = max|x| / 127), group sums are exact integers, and the
+     * sum over groups runs in f32 in the order of the row, so |error| <= sum_g (d_g / 2) sum|w_g| + f32 rounding.
+     * Float weights: f32 FMA in the order of the row. */
+    void (*matmul)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
+    /* out[r] = (cos, sin)(position of row r * frequency[i]), interleaved; frequencies [rotated / 2], out [n_rows, rotated]. The
+     * angle is exact to f64 rounding. */
+    void (*angles)(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
+    /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (as f16). */
+    void (*rope_store)(struct backend *backend, const struct backend_rope *args);
+    /* Causal attention of each row over its sequence's positions 0..its own, K/V read through the block table. Error against
+     * exact attention over the stored f16 values: 1e-5 of max|v|. */
+    void (*attention)(struct backend *backend, const struct backend_attention *args);
+    /* gate = silu(gate) * up, element by element. Relative error 1e-6. */
+    void (*silu_mul)(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
+    /* out[i] = x[outputs[i]]. Exact. */
+    void (*gather)(struct backend *backend, const struct tensor *x, struct tensor *out);
+    /* After end_step: samples rows of logits [n_outputs, n_vocab]; see sampling.h. */
+    int (*sample)(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
+                  struct sample_result *results, struct kvg_error *err);
+    /* After end_step: the tensor's values in host memory, valid until the next begin_step. */
+    const float *(*host)(struct backend *backend, const struct tensor *tensor);
+    /* Sum over the devices of a tensor-parallel group; NULL where there is one device. */
+    void (*all_reduce)(struct backend *backend, uint32_t n, struct tensor *x);
+};
+
+struct backend {
+    const struct backend_ops *ops;
+};
+
+/* err: an unknown instruction set, or one that this CPU lacks, is named. */
+int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err);

@@ -1,0 +1,78 @@
+/* What the files of the CPU backend share. */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include "gpu-worker/backend/backend.h"
+#include "gpu-worker/backend/cpu/kernels.h"
+#include "gpu-worker/backend/cpu/panels.h"
+#include "gpu-worker/backend/cpu/thread_pool.h"
+
+struct tensor {
+    struct tensor *next; /* the backend's list */
+    uint32_t rows, cols;
+    float *data;                       /* activations and vectors [rows, cols], owned */
+    const struct quant_format *format; /* embeddings: the file's bytes, not owned */
+    const void *mapped;
+    struct panels panels; /* matmul weights; panels.data owned */
+};
+
+struct row_place {
+    uint32_t position, block, slot;
+};
+
+struct cpu_backend {
+    struct backend base;
+    const struct kernels *kernels;
+    struct thread_pool *pool;
+    struct backend_options options;
+    struct tensor *tensors;
+
+    struct backend_kv kv;
+    struct kv_layer *layers; /* [kv.n_layers] */
+    uint16_t *kv_memory;
+    size_t kv_bytes;
+
+    /* Scratch, grown while weights load. */
+    struct acts acts;
+    size_t acts_values;                  /* capacity: rows * cols */
+    uint32_t widest;                     /* most columns of a quantized weight */
+    struct attention_scratch *attention; /* [threads] */
+    float *sampling;                     /* [threads][most weight rows] */
+    uint32_t most_rows;
+
+    /* The current step. */
+    struct backend_step step;
+    struct row_place *places; /* [max_rows] */
+    uint32_t *tiles;          /* [max_seqs + 1] attention tiles of one kv head before each sequence */
+};
+
+static inline struct cpu_backend *cpu_of(struct backend *backend)
+{
+    return (struct cpu_backend *)backend;
+}
+
+/* 64-byte aligned, n bytes rounded up; NULL when memory is out. */
+void *cpu_alloc(size_t n);
+
+int cpu_weight(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
+               struct kvg_error *err);
+int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err);
+size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv);
+int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err);
+void cpu_free_memory(struct cpu_backend *cpu);
+
+int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
+int cpu_end_step(struct backend *backend, struct kvg_error *err);
+void cpu_embed(struct backend *backend, const struct tensor *table, struct tensor *out);
+void cpu_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
+                 struct tensor *out);
+void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
+void cpu_angles(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
+void cpu_rope_store(struct backend *backend, const struct backend_rope *args);
+void cpu_attention(struct backend *backend, const struct backend_attention *args);
+void cpu_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
+void cpu_gather(struct backend *backend, const struct tensor *x, struct tensor *out);
+int cpu_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
+               struct sample_result *results, struct kvg_error *err);
+const float *cpu_host(struct backend *backend, const struct tensor *tensor);

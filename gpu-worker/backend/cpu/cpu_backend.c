@@ -1,0 +1,126 @@
+/* The CPU backend: which instruction set, how many threads, and the table of its operations. */
+#define _GNU_SOURCE
+#include "gpu-worker/backend/cpu/cpu.h"
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool has_generic(void)
+{
+    return true;
+}
+
+#if defined(__x86_64__)
+static bool has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+static bool has_avx512(void)
+{
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+/* Best first. */
+static const struct {
+    const char *name, *needs;
+    bool (*supported)(void);
+    const struct kernels *kernels;
+} isas[] = {
+#if defined(__x86_64__)
+    {"avx512", "AVX-512 F, BW, VL, DQ and VNNI", has_avx512, &kernels_avx512},
+    {"avx2", "AVX2, FMA and F16C", has_avx2, &kernels_avx2},
+#endif
+    {"generic", "nothing", has_generic, &kernels_generic},
+};
+
+static const struct kernels *choose_isa(const char *name, struct kvg_error *err)
+{
+    bool any = !name || !*name || strcmp(name, "auto") == 0;
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+        if (!any && strcmp(name, isas[i].name) != 0)
+            continue;
+        if (isas[i].supported())
+            return isas[i].kernels;
+        if (!any) {
+            kvg_fail(err, KVG_UNSUPPORTED, "--cpu-isa %s needs %s, which this CPU lacks", name, isas[i].needs);
+            return NULL;
+        }
+    }
+    kvg_fail(err, KVG_INVALID, "unknown --cpu-isa \"%s\" (auto, generic, avx2, avx512)", name);
+    return NULL;
+}
+
+static uint32_t usable_cores(void)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) != 0)
+        return 1;
+    int n = CPU_COUNT(&set);
+    return n > 0 ? (uint32_t)n : 1;
+}
+
+static void cpu_describe(const struct backend *backend, char *out, size_t size)
+{
+    const struct cpu_backend *cpu = (const struct cpu_backend *)backend;
+    uint32_t n = thread_pool_size(cpu->pool);
+    snprintf(out, size, "cpu %s, %u thread%s", cpu->kernels->name, n, n == 1 ? "" : "s");
+}
+
+static void cpu_close(struct backend *backend)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    if (!cpu)
+        return;
+    thread_pool_close(cpu->pool);
+    cpu_free_memory(cpu);
+    free(cpu);
+}
+
+static const struct backend_ops cpu_ops = {
+    .describe = cpu_describe,
+    .close = cpu_close,
+    .weight = cpu_weight,
+    .activation = cpu_activation,
+    .kv_block_bytes = cpu_kv_block_bytes,
+    .kv_alloc = cpu_kv_alloc,
+    .begin_step = cpu_begin_step,
+    .end_step = cpu_end_step,
+    .embed = cpu_embed,
+    .rmsnorm = cpu_rmsnorm,
+    .matmul = cpu_matmul,
+    .angles = cpu_angles,
+    .rope_store = cpu_rope_store,
+    .attention = cpu_attention,
+    .silu_mul = cpu_silu_mul,
+    .gather = cpu_gather,
+    .sample = cpu_sample,
+    .host = cpu_host,
+};
+
+int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err)
+{
+    const struct kernels *kernels = choose_isa(options->isa, err);
+    if (!kernels)
+        return err ? err->code : KVG_INVALID;
+    uint32_t threads = options->threads ? options->threads : usable_cores();
+    struct cpu_backend *cpu = calloc(1, sizeof *cpu);
+    if (!cpu)
+        return kvg_fail(err, KVG_NOMEM, "no memory for the CPU backend");
+    cpu->base.ops = &cpu_ops;
+    cpu->kernels = kernels;
+    cpu->options = *options;
+    cpu->pool = thread_pool_open(threads);
+    cpu->attention = cpu_alloc(threads * sizeof *cpu->attention);
+    cpu->places = calloc(options->max_rows, sizeof *cpu->places);
+    cpu->tiles = calloc((size_t)options->max_seqs + 1, sizeof *cpu->tiles);
+    if (!cpu->pool || !cpu->attention || !cpu->places || !cpu->tiles) {
+        cpu_close(&cpu->base);
+        return kvg_fail(err, KVG_NOMEM, "cannot start %u threads or get memory for steps of %u rows", threads, options->max_rows);
+    }
+    *out = &cpu->base;
+    return 0;
+}

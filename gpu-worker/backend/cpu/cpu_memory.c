@@ -1,0 +1,184 @@
+/* Tensors, scratch and the KV pool: everything the CPU backend allocates, all before the first step. */
+#include "gpu-worker/backend/cpu/cpu.h"
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+void *cpu_alloc(size_t n)
+{
+    return aligned_alloc(64, (n + 63) & ~(size_t)63);
+}
+
+static struct tensor *tensor_new(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
+{
+    struct tensor *tensor = calloc(1, sizeof *tensor);
+    if (!tensor)
+        return NULL;
+    tensor->rows = rows;
+    tensor->cols = cols;
+    tensor->next = cpu->tensors;
+    cpu->tensors = tensor;
+    return tensor;
+}
+
+int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err)
+{
+    struct tensor *tensor = tensor_new(cpu_of(backend), rows, cols);
+    if (tensor)
+        tensor->data = cpu_alloc((size_t)rows * cols * sizeof *tensor->data);
+    if (!tensor || !tensor->data)
+        return kvg_fail(err, KVG_NOMEM, "no memory for activations of %u x %u values", rows, cols);
+    *out = tensor;
+    return 0;
+}
+
+struct pack_job {
+    const struct panels *panels;
+    const struct backend_weight *weight;
+};
+
+static void pack_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct pack_job *job = arg;
+    for (uint32_t p = first; p < end; p++)
+        panels_pack(job->panels, job->weight->format, job->weight->data, p);
+}
+
+/* Room for max_rows rows of activations as wide as the widest quantized weight. */
+static int grow_acts(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *err)
+{
+    struct acts *a = &cpu->acts;
+    uint32_t most = cpu->options.max_rows > cpu->options.max_outputs ? cpu->options.max_rows : cpu->options.max_outputs;
+    size_t values = (size_t)most * cols, groups = values / QUANT_GROUP;
+    if (values <= cpu->acts_values)
+        return 0;
+    free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
+    cpu->acts_values = 0;
+    a->q = cpu_alloc(values);
+    a->d = cpu_alloc(groups * sizeof *a->d);
+    a->s = cpu_alloc(groups * sizeof *a->s);
+    a->sum = cpu_alloc(groups * sizeof *a->sum);
+    a->low = cpu_alloc(groups * sizeof *a->low);
+    if (!a->q || !a->d || !a->s || !a->sum || !a->low)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu quantized activations", values);
+    cpu->acts_values = values;
+    return 0;
+}
+
+static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_error *err)
+{
+    if (rows <= cpu->most_rows)
+        return 0;
+    free(cpu->sampling);
+    cpu->sampling = cpu_alloc((size_t)thread_pool_size(cpu->pool) * rows * sizeof *cpu->sampling);
+    cpu->most_rows = cpu->sampling ? rows : 0;
+    return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
+}
+
+static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
+                         struct kvg_error *err)
+{
+    struct panels *panels = &tensor->panels;
+    if (!panels_layout(panels, weight->format, weight->rows, weight->cols))
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
+                        weight->format->name, weight->format->block_values);
+    panels->data = cpu_alloc(panels->n_panels * panels->panel_bytes);
+    if (!panels->data)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
+    struct pack_job job = {panels, weight};
+    thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
+    if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, weight->cols, err) != 0)
+        return err ? err->code : KVG_NOMEM;
+    return grow_sampling(cpu, weight->rows, err);
+}
+
+int cpu_weight(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
+               struct kvg_error *err)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct tensor *tensor = tensor_new(cpu, weight->rows, weight->cols);
+    if (!tensor)
+        return kvg_fail(err, KVG_NOMEM, "no memory for a tensor");
+    *out = tensor;
+    if (use == WEIGHT_MATMUL)
+        return matmul_weight(cpu, tensor, weight, err);
+    if (quant_row_bytes(weight->format, weight->cols) == 0)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
+                        weight->format->name, weight->format->block_values);
+    if (use == WEIGHT_EMBEDDING) {
+        tensor->format = weight->format;
+        tensor->mapped = weight->data;
+        return 0;
+    }
+    tensor->data = cpu_alloc((size_t)weight->rows * weight->cols * sizeof *tensor->data);
+    if (!tensor->data)
+        return kvg_fail(err, KVG_NOMEM, "no memory for a vector of %u values", weight->cols);
+    quant_decode(weight->format, weight->data, tensor->data, (size_t)weight->rows * weight->cols);
+    return 0;
+}
+
+/* ---- KV pool ---- */
+
+static size_t kv_layer_values(const struct backend_kv *kv)
+{
+    return (size_t)kv->block_size * kv->n_kv_heads * kv->head_dim;
+}
+
+size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv)
+{
+    return kv->n_layers * 2 * kv_layer_values(kv) * sizeof(uint16_t);
+}
+
+static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
+{
+    if (kv->block_size < KV_PAGE || kv->block_size > 512 || (kv->block_size & (kv->block_size - 1)))
+        return kvg_fail(err, KVG_INVALID, "block size %u is not a power of two from %d to 512", kv->block_size, KV_PAGE);
+    if (kv->head_dim == 0 || kv->head_dim % 16 || kv->head_dim > MAX_HEAD_DIM)
+        return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 16 up to %d", kv->head_dim, MAX_HEAD_DIM);
+    if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
+    return 0;
+}
+
+int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    int failed = check_kv(kv, err);
+    if (failed)
+        return failed;
+    size_t pool = kv_layer_values(kv) * kv->n_blocks; /* values of one layer's k, or v */
+    cpu->kv_bytes = pool * 2 * kv->n_layers * sizeof(uint16_t);
+    cpu->layers = calloc(kv->n_layers, sizeof *cpu->layers);
+    void *memory = mmap(NULL, cpu->kv_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!cpu->layers || memory == MAP_FAILED)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %u KV blocks (%zu bytes)", kv->n_blocks, cpu->kv_bytes);
+    cpu->kv_memory = memory;
+    cpu->kv = *kv;
+    for (uint32_t i = 0; i < kv->n_layers; i++)
+        cpu->layers[i] = (struct kv_layer){.k = cpu->kv_memory + (size_t)i * 2 * pool,
+                                           .v = cpu->kv_memory + ((size_t)i * 2 + 1) * pool,
+                                           .n_kv_heads = kv->n_kv_heads,
+                                           .head_dim = kv->head_dim,
+                                           .block_size = kv->block_size,
+                                           .block_shift = (uint32_t)__builtin_ctz(kv->block_size)};
+    return 0;
+}
+
+void cpu_free_memory(struct cpu_backend *cpu)
+{
+    for (struct tensor *next, *tensor = cpu->tensors; tensor; tensor = next) {
+        next = tensor->next;
+        free(tensor->data);
+        free(tensor->panels.data);
+        free(tensor);
+    }
+    struct acts *a = &cpu->acts;
+    free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
+    free(cpu->attention);
+    free(cpu->sampling);
+    free(cpu->places);
+    free(cpu->tiles);
+    free(cpu->layers);
+    if (cpu->kv_memory)
+        munmap(cpu->kv_memory, cpu->kv_bytes);
+}

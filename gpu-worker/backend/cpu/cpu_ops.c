@@ -1,0 +1,305 @@
+/* The operations of a step: how each is cut into pieces for the thread pool. A piece owns whole outputs, so the cut never shows
+ * in the results. */
+#include "gpu-worker/backend/cpu/cpu.h"
+#include <math.h>
+#include <string.h>
+
+enum {
+    INLINE_VALUES = 16384, /* below this many values a region costs more than it saves */
+    PASS_BYTES = 1 << 20,  /* quantized activations of one pass over the weights: they must stay in L2 */
+    VALUES_PER_PIECE = 1 << 13,
+};
+
+/* Cuts n rows of `cols` values into pieces; small work runs on the caller alone. */
+static void for_rows(struct cpu_backend *cpu, uint32_t n, uint32_t cols, thread_pool_item item, void *arg)
+{
+    uint32_t chunk = VALUES_PER_PIECE / cols + 1;
+    if ((size_t)n * cols <= INLINE_VALUES)
+        chunk = n;
+    thread_pool_for(cpu->pool, n, chunk, item, arg);
+}
+
+/* ---- step ---- */
+
+static int place_rows(struct cpu_backend *cpu, const struct backend_seq *seq, struct kvg_error *err)
+{
+    for (uint32_t i = 0; i < seq->n_rows; i++) {
+        uint32_t position = seq->n_past + i, block = seq->blocks[position / cpu->kv.block_size];
+        if (block >= cpu->kv.n_blocks)
+            return kvg_fail(err, KVG_INVALID, "block %u of %u in a block table", block, cpu->kv.n_blocks);
+        cpu->places[seq->first_row + i] = (struct row_place){position, block, position % cpu->kv.block_size};
+    }
+    return 0;
+}
+
+int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, next = 0;
+    if (step->n_rows > cpu->options.max_rows || step->n_seqs > cpu->options.max_seqs ||
+        step->n_outputs > cpu->options.max_outputs)
+        return kvg_fail(err, KVG_INVALID, "a step of %u rows, %u sequences, %u outputs exceeds %u, %u, %u", step->n_rows,
+                        step->n_seqs, step->n_outputs, cpu->options.max_rows, cpu->options.max_seqs, cpu->options.max_outputs);
+    cpu->step = *step;
+    cpu->tiles[0] = 0;
+    for (uint32_t i = 0; i < step->n_seqs; i++) {
+        const struct backend_seq *seq = &step->seqs[i];
+        if (seq->first_row != next || seq->n_rows > step->n_rows - next)
+            return kvg_fail(err, KVG_INVALID, "sequence %u does not start at row %u or ends past row %u", i, next, step->n_rows);
+        next += seq->n_rows;
+        cpu->tiles[i + 1] = cpu->tiles[i] + (seq->n_rows * group + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        int failed = place_rows(cpu, seq, err);
+        if (failed)
+            return failed;
+    }
+    return next == step->n_rows ? 0 : kvg_fail(err, KVG_INVALID, "the sequences cover %u of %u rows", next, step->n_rows);
+}
+
+int cpu_end_step(struct backend *backend, struct kvg_error *err)
+{
+    return 0;
+}
+
+const float *cpu_host(struct backend *backend, const struct tensor *tensor)
+{
+    return tensor->data;
+}
+
+/* ---- row by row ---- */
+
+struct row_job {
+    struct cpu_backend *cpu;
+    const struct tensor *x, *weight;
+    struct tensor *out;
+    float eps;
+    const struct backend_rope *rope;
+    const struct sample_row *rows;
+    struct sample_result *results;
+};
+
+static void embed_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    size_t cols = job->x->cols, row_bytes = quant_row_bytes(job->x->format, cols);
+    for (uint32_t r = first; r < end; r++) {
+        const uint8_t *row = (const uint8_t *)job->x->mapped + job->cpu->step.ids[r] * row_bytes;
+        quant_decode(job->x->format, row, job->out->data + r * cols, cols);
+    }
+}
+
+void cpu_embed(struct backend *backend, const struct tensor *table, struct tensor *out)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = table, .out = out};
+    for_rows(job.cpu, job.cpu->step.n_rows, table->cols, embed_rows, &job);
+}
+
+static void rmsnorm_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    size_t cols = job->x->cols;
+    for (uint32_t r = first; r < end; r++)
+        job->cpu->kernels->rmsnorm(job->x->data + r * cols, job->weight->data, (uint32_t)cols, job->eps,
+                                   job->out->data + r * cols);
+}
+
+void cpu_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
+                 struct tensor *out)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = x, .weight = weight, .eps = eps, .out = out};
+    for_rows(job.cpu, n, x->cols, rmsnorm_rows, &job);
+}
+
+static void silu_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    size_t cols = job->out->cols;
+    job->cpu->kernels->silu_mul(job->out->data + first * cols, job->x->data + first * cols, (end - first) * cols);
+}
+
+void cpu_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = up, .out = gate};
+    for_rows(job.cpu, n, gate->cols, silu_rows, &job);
+}
+
+void cpu_gather(struct backend *backend, const struct tensor *x, struct tensor *out)
+{
+    const struct backend_step *step = &cpu_of(backend)->step;
+    for (uint32_t i = 0; i < step->n_outputs; i++)
+        memcpy(out->data + (size_t)i * x->cols, x->data + (size_t)step->outputs[i] * x->cols, x->cols * sizeof *x->data);
+}
+
+static void angle_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    for (uint32_t r = first; r < end; r++) {
+        float *out = job->out->data + (size_t)r * job->out->cols;
+        for (uint32_t i = 0; i < job->x->cols; i++) {
+            double angle = (double)job->cpu->places[r].position * (double)job->x->data[i];
+            out[2 * i] = (float)cos(angle);
+            out[2 * i + 1] = (float)sin(angle);
+        }
+    }
+}
+
+void cpu_angles(struct backend *backend, const struct tensor *frequencies, struct tensor *out)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = frequencies, .out = out};
+    for_rows(job.cpu, job.cpu->step.n_rows, 16 * out->cols, angle_rows, &job);
+}
+
+static void rope_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    const struct backend_rope *rope = job->rope;
+    const struct cpu_backend *cpu = job->cpu;
+    const struct kernels *kernels = cpu->kernels;
+    uint32_t head_dim = cpu->kv.head_dim, rotated = rope->angles->cols;
+    for (uint32_t r = first; r < end; r++) {
+        const float *angles = rope->angles->data + (size_t)r * rotated, *v = rope->v->data + (size_t)r * rope->v->cols;
+        float *q = rope->q->data + (size_t)r * rope->q->cols, *k = rope->k->data + (size_t)r * rope->k->cols;
+        for (uint32_t h = 0; h < cpu->kv.n_heads; h++)
+            kernels->rotate(q + h * head_dim, angles, rotated, rope->style);
+        for (uint32_t h = 0; h < cpu->kv.n_kv_heads; h++) {
+            kernels->rotate(k + h * head_dim, angles, rotated, rope->style);
+            kernels->store_kv(&cpu->layers[rope->layer], cpu->places[r].block, cpu->places[r].slot, h, k + h * head_dim,
+                              v + h * head_dim);
+        }
+    }
+}
+
+void cpu_rope_store(struct backend *backend, const struct backend_rope *args)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .rope = args};
+    for_rows(job.cpu, job.cpu->step.n_rows, 4 * args->q->cols, rope_rows, &job);
+}
+
+static void sample_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    uint32_t n_vocab = job->x->cols;
+    for (uint32_t i = first; i < end; i++)
+        sample_row_cpu(job->x->data + (size_t)job->rows[i].output * n_vocab, n_vocab, &job->rows[i],
+                       job->cpu->sampling + (size_t)thread * job->cpu->most_rows, &job->results[i]);
+}
+
+int cpu_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
+               struct sample_result *results, struct kvg_error *err)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = logits, .rows = rows, .results = results};
+    for (uint32_t i = 0; i < n; i++)
+        if (rows[i].output >= job.cpu->step.n_outputs)
+            return kvg_fail(err, KVG_INVALID, "sampling output %u of %u", rows[i].output, job.cpu->step.n_outputs);
+    thread_pool_for(job.cpu->pool, n, 1, sample_rows, &job);
+    return 0;
+}
+
+/* ---- matmul ---- */
+
+struct matmul_job {
+    struct cpu_backend *cpu;
+    const struct backend_matmul *args;
+    uint32_t first, end; /* rows of this pass */
+};
+
+static void quantize_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct cpu_backend *cpu = arg;
+    cpu->kernels->quantize(&cpu->acts, first, end);
+}
+
+/* Items are the panels of all weights, one weight after the other. */
+static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct matmul_job *job = arg;
+    const struct cpu_backend *cpu = job->cpu;
+    for (uint32_t i = first, w = 0, before = 0; i < end; i++) {
+        while (i - before >= job->args->weights[w]->panels.n_panels)
+            before += job->args->weights[w++]->panels.n_panels;
+        const struct panels *panels = &job->args->weights[w]->panels;
+        const struct tensor *bias = job->args->biases[w];
+        struct tensor *out = job->args->outs[w];
+        struct panel_store store = {out->data, out->cols, bias ? bias->data : NULL, job->args->accumulate};
+        cpu->kernels->panel[panels->kind](panels, i - before, &cpu->acts, job->first, job->end, &store);
+    }
+}
+
+void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    uint32_t n_panels = 0, quantized = 0;
+    for (uint32_t i = 0; i < args->count; i++) {
+        n_panels += args->weights[i]->panels.n_panels;
+        quantized |= args->weights[i]->panels.bits;
+    }
+    cpu->acts.rows = n;
+    cpu->acts.cols = x->cols;
+    cpu->acts.x = x->data;
+    if (quantized)
+        for_rows(cpu, n, x->cols, quantize_rows, cpu);
+
+    uint32_t pass = PASS_BYTES / (quantized ? x->cols : 4 * x->cols) / ACTS_TILE * ACTS_TILE;
+    uint32_t chunk = n_panels / (8 * thread_pool_size(cpu->pool));
+    chunk = chunk < 1 ? 1 : chunk > 16 ? 16 : chunk;
+    if (pass == 0)
+        pass = ACTS_TILE;
+    for (uint32_t first = 0; first < n; first += pass) {
+        struct matmul_job job = {cpu, args, first, n - first < pass ? n : first + pass};
+        thread_pool_for(cpu->pool, n_panels, chunk, multiply_panels, &job);
+    }
+}
+
+/* ---- attention ---- */
+
+struct attention_job {
+    struct cpu_backend *cpu;
+    const struct backend_attention *args;
+};
+
+/* Rows of a tile: (token, head of the group) pairs of one sequence and kv head, token by token. */
+static void attend_tile(struct attention_job *job, uint32_t seq_index, uint32_t tile_index, uint32_t kv_head,
+                        struct attention_scratch *scratch)
+{
+    struct cpu_backend *cpu = job->cpu;
+    const struct backend_seq *seq = &cpu->step.seqs[seq_index];
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, first = tile_index * ATTENTION_TILE;
+    uint32_t n = seq->n_rows * group - first;
+    struct attention_tile tile = {.kv = &cpu->layers[job->args->layer],
+                                  .blocks = seq->blocks,
+                                  .kv_head = kv_head,
+                                  .n_rows = n < ATTENTION_TILE ? n : ATTENTION_TILE,
+                                  .scale = job->args->scale};
+    for (uint32_t i = 0; i < tile.n_rows; i++) {
+        uint32_t token = (first + i) / group, head = kv_head * group + (first + i) % group;
+        size_t at = (size_t)(seq->first_row + token) * job->args->q->cols + (size_t)head * cpu->kv.head_dim;
+        tile.q[i] = job->args->q->data + at;
+        tile.out[i] = job->args->out->data + at;
+        tile.position[i] = seq->n_past + token;
+    }
+    cpu->kernels->attention(&tile, scratch);
+}
+
+/* Items run from the last tile to the first: later tiles of a prompt are longer, and the longest should not start last. */
+static void attend(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct attention_job *job = arg;
+    struct cpu_backend *cpu = job->cpu;
+    uint32_t n_kv = cpu->kv.n_kv_heads, n_seqs = cpu->step.n_seqs, n_tiles = cpu->tiles[n_seqs];
+    for (uint32_t i = first; i < end; i++) {
+        uint32_t tile = n_tiles - 1 - i / n_kv, low = 0, high = n_seqs;
+        while (high - low > 1) { /* the last sequence that starts at or before the tile */
+            uint32_t middle = (low + high) / 2;
+            if (cpu->tiles[middle] <= tile)
+                low = middle;
+            else
+                high = middle;
+        }
+        attend_tile(job, low, tile - cpu->tiles[low], i % n_kv, &cpu->attention[thread]);
+    }
+}
+
+void cpu_attention(struct backend *backend, const struct backend_attention *args)
+{
+    struct attention_job job = {cpu_of(backend), args};
+    thread_pool_for(job.cpu->pool, job.cpu->tiles[job.cpu->step.n_seqs] * job.cpu->kv.n_kv_heads, 1, attend, &job);
+}

@@ -1,0 +1,485 @@
+/* The kernels, on v16.h's types; compiled once per instruction set by a file that defines KERNELS_SYMBOL and KERNELS_NAME.
+ *
+ * Every sum runs in an order that depends on nothing but the operands of one output, and v16.h's operations are the same IEEE
+ * operations everywhere, so all instruction sets give the same bits.
+ */
+#include "gpu-worker/backend/cpu/kernels.h"
+#include "gpu-worker/backend/cpu/v16.h"
+
+enum { PREFETCH_AHEAD = 2048 }; /* bytes; a multiple of 4096 would alias in L1 */
+
+/* ---- activations ---- */
+
+static void quantize(const struct acts *a, uint32_t first, uint32_t end)
+{
+    size_t groups = a->cols / QUANT_GROUP;
+    for (uint32_t row = first; row < end; row++) {
+        uint32_t tile = row / ACTS_TILE * ACTS_TILE, height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE;
+        for (size_t g = 0; g < groups; g++) {
+            const float *x = a->x + (size_t)row * a->cols + g * QUANT_GROUP;
+            size_t at = tile * groups + g * height + (row - tile);
+            v16 x0 = v16_load(x), x1 = v16_load(x + 16);
+            float amax = v16_hmax(v16_max(v16_abs(x0), v16_abs(x1)));
+            v16 inverse = v16_set1(amax > 0 ? 127.0f / amax : 0);
+            int32_t low = v16_to_i8(a->q + at * QUANT_GROUP, v16_mul(x0, inverse));
+            int32_t sum = low + v16_to_i8(a->q + at * QUANT_GROUP + 16, v16_mul(x1, inverse));
+            a->d[at] = amax / 127.0f;
+            a->s[at] = a->d[at] * (float)sum;
+            a->sum[at] = sum;
+            a->low[at] = low;
+        }
+    }
+}
+
+/* ---- products ---- */
+
+V_INLINE void store_panel(const struct panel_store *store, uint32_t row, uint32_t p, uint32_t n_valid, const v16 acc[2])
+{
+    for (uint32_t h = 0; h < 2; h++) {
+        int n = (int)n_valid - (int)(16 * h);
+        if (n <= 0)
+            return;
+        size_t column = (size_t)p * PANEL_ROWS + 16 * h;
+        float *out = store->out + row * store->ld + column;
+        v16 value = acc[h];
+        if (store->bias)
+            value = v16_add(value, v16_load_n(store->bias + column, n));
+        if (store->accumulate)
+            value = v16_add(v16_load_n(out, n), value);
+        v16_store_n(out, value, n);
+    }
+}
+
+/* The 8 lines of one half cell, unpacked from 4-bit halves and bit planes. */
+V_INLINE u8x64 cell_line(const uint8_t *half, uint32_t bits, int g)
+{
+    if (bits == 8)
+        return u8x64_load(half + g * LINE);
+    u8x64 packed = u8x64_load(half + g % 4 * LINE), line = g < 4 ? u8x64_low4(packed) : u8x64_high4(packed);
+    if (bits >= 5)
+        line = u8x64_add_bits(line, half + 4 * LINE + g * 8, 16);
+    if (bits >= 6)
+        line = u8x64_add_bits(line, half + 5 * LINE + g * 8, 32);
+    return line;
+}
+
+V_INLINE i32x16 dot_line(uint32_t bits, i32x16 sum, u8x64 line, const int8_t *q)
+{
+    return bits == 8 ? i32x16_dot8(sum, line, q) : i32x16_dot(sum, line, q);
+}
+
+/* Adds one group's contribution for one row and half: an exact integer sum, then one FMA (two with a minimum, or per 16). */
+V_INLINE v16 add_group(enum quant_scales scales, v16 acc, const i32x16 sums[2], v16 d0, v16 d1, v16 m, float d, float s)
+{
+    acc = v16_fma(v16_from_i32(sums[0]), v16_mul(d0, v16_set1(d)), acc);
+    if (scales == QUANT_SUPER_16)
+        acc = v16_fma(v16_from_i32(sums[1]), v16_mul(d1, v16_set1(d)), acc);
+    if (scales == QUANT_SCALE_MIN || scales == QUANT_SUPER_MIN)
+        acc = v16_fma(m, v16_set1(s), acc);
+    return acc;
+}
+
+struct half_scales {
+    v16 d0, d1, m;
+};
+V_INLINE struct half_scales load_scales(enum quant_scales scales, const uint8_t *cell, const uint8_t *super, uint32_t h)
+{
+    struct half_scales out = {v16_set1(0), v16_set1(0), v16_set1(0)};
+    const uint16_t *d = (const uint16_t *)(scales >= QUANT_SUPER_MIN ? super : cell) + 16 * h;
+    out.d0 = v16_from_f16(d);
+    if (scales == QUANT_SCALE_MIN)
+        out.m = v16_from_f16(d + 32);
+    if (scales == QUANT_SUPER_MIN) {
+        out.d0 = v16_mul(out.d0, v16_from_u8(cell + 16 * h));
+        out.m = v16_sub(v16_set1(0), v16_mul(v16_from_f16(d + 32), v16_from_u8(cell + PANEL_ROWS + 16 * h)));
+    }
+    if (scales == QUANT_SUPER_16) {
+        out.d1 = v16_mul(out.d0, v16_from_i8((const int8_t *)cell + PANEL_ROWS + 16 * h));
+        out.d0 = v16_mul(out.d0, v16_from_i8((const int8_t *)cell + 16 * h));
+    }
+    return out;
+}
+
+/* n rows (n <= V_ROWS, a constant) of one tile against one panel. */
+V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset, const uint8_t *panel, size_t groups,
+                         const struct acts *a, size_t at, uint32_t height, int n, v16 acc[][2])
+{
+    for (int r = 0; r < n; r++)
+        acc[r][0] = acc[r][1] = v16_set1(0);
+    if (bits == 8 && V_DOT8_SIGNED)
+        offset = 0;
+    for (size_t b = 0; b < groups; b++, at += height) {
+        const uint8_t *cell = panel + panel_cell_offset(bits, scales, b);
+        const uint8_t *super = panel + panel_cell_offset(bits, scales, b & ~(size_t)7) - panel_super_bytes(scales);
+        const uint8_t *codes = cell + panel_head_bytes(scales);
+        i32x16 sums[V_ROWS][2][2]; /* [row][half][first and second 16 columns] */
+        for (size_t i = 0; i < panel_cell_bytes(bits, scales); i += LINE)
+            v_prefetch(cell + PREFETCH_AHEAD + i);
+        for (int r = 0; r < n; r++) {
+            int32_t low = scales == QUANT_SUPER_16 ? a->low[at + r] : a->sum[at + r], high = a->sum[at + r] - low;
+            sums[r][0][0] = sums[r][1][0] = i32x16_set1(-offset * low);
+            sums[r][0][1] = sums[r][1][1] = i32x16_set1(-offset * high);
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) {
+            u8x64 line0 = cell_line(codes, bits, g), line1 = cell_line(codes + panel_half_bytes(bits), bits, g);
+            int part = scales == QUANT_SUPER_16 && g >= 4;
+            for (int r = 0; r < n; r++) {
+                const int8_t *q = a->q + (at + r) * QUANT_GROUP + 4 * g;
+                sums[r][0][part] = dot_line(bits, sums[r][0][part], line0, q);
+                sums[r][1][part] = dot_line(bits, sums[r][1][part], line1, q);
+            }
+        }
+#pragma GCC unroll 2
+        for (uint32_t h = 0; h < 2; h++) {
+            struct half_scales w = load_scales(scales, cell, super, h);
+            for (int r = 0; r < n; r++)
+                acc[r][h] = add_group(scales, acc[r][h], sums[r][h], w.d0, w.d1, w.m, a->d[at + r], a->s[at + r]);
+        }
+    }
+}
+
+V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p, const struct acts *a,
+                          uint32_t first, uint32_t end, const struct panel_store *store)
+{
+    const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
+    size_t groups = w->cols / QUANT_GROUP;
+    int32_t offset = scales == QUANT_SCALE || scales == QUANT_SUPER_16 ? 1 << (bits - 1) : 0;
+    uint32_t n_valid = w->rows - p * PANEL_ROWS;
+    v16 acc[V_ROWS][2];
+    for (uint32_t tile = first; tile < end; tile += ACTS_TILE) {
+        uint32_t height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE, r = 0;
+        uint32_t stop = end - tile < height ? end - tile : height;
+#define QUANT_ROWS(n)                                                                                                                  \
+    for (; r + (n) <= stop; r += (n)) {                                                                                                \
+        quant_rows(bits, scales, offset, panel, groups, a, tile * groups + r, height, (n), acc);                                       \
+        for (uint32_t i = 0; i < (n); i++)                                                                                             \
+            store_panel(store, tile + r + i, p, n_valid, acc[i]);                                                                      \
+    }
+        if (V_ROWS >= 4)
+            QUANT_ROWS(V_ROWS < 4 ? 1 : 4)
+        if (V_ROWS >= 2)
+            QUANT_ROWS(V_ROWS < 2 ? 1 : 2)
+        QUANT_ROWS(1)
+    }
+}
+
+V_INLINE v16 load_float(enum panel_kind kind, const uint8_t *panel, size_t i)
+{
+    if (kind == PANEL_F32)
+        return v16_load((const float *)panel + i);
+    if (kind == PANEL_F16)
+        return v16_from_f16((const uint16_t *)panel + i);
+    return v16_from_bf16((const uint16_t *)panel + i);
+}
+
+V_INLINE void float_rows(enum panel_kind kind, const uint8_t *panel, const struct acts *a, uint32_t row, int n, v16 acc[][2])
+{
+    const float *x = a->x + (size_t)row * a->cols;
+    for (int r = 0; r < n; r++)
+        acc[r][0] = acc[r][1] = v16_set1(0);
+    for (size_t k = 0; k < a->cols; k++) {
+        v16 w0 = load_float(kind, panel, k * PANEL_ROWS), w1 = load_float(kind, panel, k * PANEL_ROWS + 16);
+        for (int r = 0; r < n; r++) {
+            v16 xr = v16_set1(x[(size_t)r * a->cols + k]);
+            acc[r][0] = v16_fma(xr, w0, acc[r][0]);
+            acc[r][1] = v16_fma(xr, w1, acc[r][1]);
+        }
+    }
+}
+
+V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
+                          const struct panel_store *store)
+{
+    const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
+    uint32_t n_valid = w->rows - p * PANEL_ROWS, row = first;
+    v16 acc[V_ROWS][2];
+#define FLOAT_ROWS(n)                                                                                                                  \
+    for (; row + (n) <= end; row += (n)) {                                                                                             \
+        float_rows(kind, panel, a, row, (n), acc);                                                                                     \
+        for (uint32_t i = 0; i < (n); i++)                                                                                             \
+            store_panel(store, row + i, p, n_valid, acc[i]);                                                                           \
+    }
+    FLOAT_ROWS(V_ROWS)
+    FLOAT_ROWS(1)
+}
+
+#define PANEL_ARGS                                                                                                                     \
+    const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store
+#define QUANT_PANEL(name, bits, scales)                                                                                                \
+    static void name(PANEL_ARGS)                                                                                                       \
+    {                                                                                                                                  \
+        quant_panel(bits, scales, w, p, a, first, end, store);                                                                         \
+    }
+#define FLOAT_PANEL(name, kind)                                                                                                        \
+    static void name(PANEL_ARGS)                                                                                                       \
+    {                                                                                                                                  \
+        float_panel(kind, w, p, a, first, end, store);                                                                                 \
+    }
+FLOAT_PANEL(panel_f32, PANEL_F32)
+FLOAT_PANEL(panel_f16, PANEL_F16)
+FLOAT_PANEL(panel_bf16, PANEL_BF16)
+QUANT_PANEL(panel_scale_4, 4, QUANT_SCALE)
+QUANT_PANEL(panel_scale_5, 5, QUANT_SCALE)
+QUANT_PANEL(panel_scale_8, 8, QUANT_SCALE)
+QUANT_PANEL(panel_min_4, 4, QUANT_SCALE_MIN)
+QUANT_PANEL(panel_min_5, 5, QUANT_SCALE_MIN)
+QUANT_PANEL(panel_super_min_4, 4, QUANT_SUPER_MIN)
+QUANT_PANEL(panel_super_min_5, 5, QUANT_SUPER_MIN)
+QUANT_PANEL(panel_super16_6, 6, QUANT_SUPER_16)
+
+/* ---- element-wise ---- */
+
+static void rmsnorm(const float *x, const float *weight, uint32_t n, float eps, float *out)
+{
+    v16 sum = v16_set1(0);
+    for (uint32_t i = 0; i < n; i += 16) {
+        v16 v = v16_load_n(x + i, (int)(n - i));
+        sum = v16_fma(v, v, sum);
+    }
+    v16 scale = v16_set1(1.0f / sqrtf(v16_sum(sum) / (float)n + eps));
+    for (uint32_t i = 0; i < n; i += 16) {
+        int m = (int)(n - i);
+        v16_store_n(out + i, v16_mul(v16_mul(v16_load_n(x + i, m), scale), v16_load_n(weight + i, m)), m);
+    }
+}
+
+static void silu_mul(float *gate, const float *up, size_t n)
+{
+    for (size_t i = 0; i < n; i += 16) {
+        int m = n - i < 16 ? (int)(n - i) : 16;
+        v16 g = v16_load_n(gate + i, m);
+        v16 e = v16_exp2(v16_mul(g, v16_set1(-0x1.715476p+0f))); /* exp(-g) */
+        v16_store_n(gate + i, v16_mul(v16_div(g, v16_add(v16_set1(1), e)), v16_load_n(up + i, m)), m);
+    }
+}
+
+static void rotate(float *head, const float *angles, uint32_t rotated, enum rope_style style)
+{
+    uint32_t half = rotated / 2;
+    for (uint32_t i = 0; i < half; i++) {
+        uint32_t a = style == ROPE_INTERLEAVED ? 2 * i : i, b = style == ROPE_INTERLEAVED ? 2 * i + 1 : i + half;
+        float c = angles[2 * i], s = angles[2 * i + 1], x = head[a], y = head[b];
+        head[a] = x * c - y * s;
+        head[b] = x * s + y * c;
+    }
+}
+
+/* ---- KV cache and attention ---- */
+
+static void store_kv(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v)
+{
+    size_t head = ((size_t)block * kv->n_kv_heads + kv_head) * kv->block_size * kv->head_dim;
+    uint16_t *keys = kv->k + head + (size_t)(slot / KV_PAGE) * KV_PAGE * kv->head_dim + slot % KV_PAGE;
+    uint16_t *values = kv->v + head + (size_t)slot * kv->head_dim;
+    uint16_t half[16];
+    for (uint32_t d = 0; d < kv->head_dim; d += 16) {
+        v16_to_f16(half, v16_load(k + d));
+        for (uint32_t i = 0; i < 16; i++)
+            keys[(d + i) * KV_PAGE] = half[i];
+        v16_to_f16(values + d, v16_load(v + d));
+    }
+}
+
+struct key_pages {
+    const uint16_t *k[KEY_TILE / KV_PAGE], *v[KEY_TILE / KV_PAGE];
+    uint32_t n_pages, n_keys; /* that the tile's last row sees */
+};
+
+V_INLINE struct key_pages find_pages(const struct attention_tile *tile, uint32_t first, uint32_t last)
+{
+    const struct kv_layer *kv = tile->kv;
+    struct key_pages pages = {.n_keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE};
+    pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
+    for (uint32_t i = 0; i < pages.n_pages; i++) {
+        uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
+        size_t head = ((size_t)tile->blocks[position >> kv->block_shift] * kv->n_kv_heads + tile->kv_head) * kv->block_size;
+        pages.k[i] = kv->k + (head + slot) * kv->head_dim;
+        pages.v[i] = kv->v + (head + slot) * kv->head_dim;
+    }
+    return pages;
+}
+
+/* p[row][16 (page + j)..] = q[row] . k for n rows and m pages; each lane (a key) sums over head_dim in order. */
+V_INLINE void score_pages(struct attention_scratch *s, const uint16_t *const *k, uint32_t page, uint32_t head_dim, uint32_t row, int n, int m)
+{
+    v16 acc[V_ATTENTION_ROWS][4];
+    for (int r = 0; r < n; r++)
+        for (int j = 0; j < m; j++)
+            acc[r][j] = v16_set1(0);
+    for (uint32_t d = 0; d < head_dim; d++) {
+        v16 keys[4];
+        for (int j = 0; j < m; j++)
+            keys[j] = v16_from_f16(k[page + (uint32_t)j] + (size_t)d * KV_PAGE);
+        for (int r = 0; r < n; r++)
+            for (int j = 0; j < m; j++)
+                acc[r][j] = v16_fma(v16_set1(s->q[row + (uint32_t)r][d]), keys[j], acc[r][j]);
+    }
+    for (int r = 0; r < n; r++)
+        for (int j = 0; j < m; j++)
+            v16_store(s->p[row + (uint32_t)r] + (page + (uint32_t)j) * KV_PAGE, acc[r][j]);
+}
+
+V_INLINE void scores(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, int width)
+{
+    uint32_t page = 0;
+    if (width >= 4)
+        for (; page + 4 <= pages->n_pages; page += 4)
+            score_pages(s, pages->k, page, head_dim, row, n, 4);
+    if (width >= 2)
+        for (; page + 2 <= pages->n_pages; page += 2)
+            score_pages(s, pages->k, page, head_dim, row, n, 2);
+    for (; page < pages->n_pages; page++)
+        score_pages(s, pages->k, page, head_dim, row, n, 1);
+}
+
+/* o[row] = o[row] * f[row] + sum over keys p[row][key] v[key], for n rows and m vectors of 16 dimensions from dimension d. */
+V_INLINE void add_values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, uint32_t d, int m)
+{
+    v16 acc[V_ATTENTION_ROWS][4];
+    for (int r = 0; r < n; r++)
+        for (int j = 0; j < m; j++)
+            acc[r][j] = v16_mul(v16_load(s->o[row + (uint32_t)r] + d + 16 * j), v16_set1(s->f[row + (uint32_t)r]));
+    for (uint32_t page = 0, key = 0; page < pages->n_pages; page++) {
+        const uint16_t *v = pages->v[page] + d;
+        for (uint32_t i = 0; i < KV_PAGE && key < pages->n_keys; i++, key++, v += head_dim) {
+            v16 values[4];
+            for (int j = 0; j < m; j++)
+                values[j] = v16_from_f16(v + 16 * j);
+            for (int r = 0; r < n; r++)
+                for (int j = 0; j < m; j++)
+                    acc[r][j] = v16_fma(v16_set1(s->p[row + (uint32_t)r][key]), values[j], acc[r][j]);
+        }
+    }
+    for (int r = 0; r < n; r++)
+        for (int j = 0; j < m; j++)
+            v16_store(s->o[row + (uint32_t)r] + d + 16 * j, acc[r][j]);
+}
+
+V_INLINE void values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, int width)
+{
+    uint32_t d = 0;
+    if (width >= 4)
+        for (; d + 64 <= head_dim; d += 64)
+            add_values(s, pages, head_dim, row, n, d, 4);
+    if (width >= 2)
+        for (; d + 32 <= head_dim; d += 32)
+            add_values(s, pages, head_dim, row, n, d, 2);
+    for (; d < head_dim; d += 16)
+        add_values(s, pages, head_dim, row, n, d, 1);
+}
+
+/* One row of online softmax (Milakov and Gimelshein 2018) over a tile of 64 keys of which it sees the first n. A row that sees none stays
+ * as it is. */
+V_INLINE void softmax_row(struct attention_scratch *s, uint32_t row, int n)
+{
+    v16 x[KEY_TILE / 16], lowest = v16_set1(-1e30f), zero = v16_set1(0);
+    for (int j = 0; j < KEY_TILE / 16; j++)
+        x[j] = v16_first(n - 16 * j, v16_load(s->p[row] + 16 * j), lowest);
+    float high = v16_hmax(v16_max(v16_max(x[0], x[1]), v16_max(x[2], x[3]))), old = s->m[row];
+    float m = high > old ? high : old;
+    for (int j = 0; j < KEY_TILE / 16; j++) {
+        x[j] = v16_first(n - 16 * j, v16_exp2(v16_sub(x[j], v16_set1(m))), zero);
+        v16_store(s->p[row] + 16 * j, x[j]);
+    }
+    v16 f = m == old ? v16_set1(1) : v16_exp2(v16_set1(old - m));
+    s->m[row] = m;
+    v16_store_n(&s->f[row], f, 1);
+    v16_store(s->l[row], v16_fma(v16_load(s->l[row]), f, v16_add(v16_add(x[0], x[1]), v16_add(x[2], x[3]))));
+}
+
+V_INLINE int page_width(int rows)
+{
+    int registers = V_ATTENTION_ROWS >= 8 ? 16 : V_ATTENTION_ROWS >= 4 ? 5 : 1;
+    return registers / rows >= 4 ? 4 : registers / rows >= 2 ? 2 : 1;
+}
+
+#define ROW_CASES(call)                                                                                                                \
+    switch (n) {                                                                                                                       \
+    case 1: call(1); break;                                                                                                            \
+    case 2: call(V_ATTENTION_ROWS < 2 ? 1 : 2); break;                                                                                 \
+    case 3: call(V_ATTENTION_ROWS < 3 ? 1 : 3); break;                                                                                 \
+    case 4: call(V_ATTENTION_ROWS < 4 ? 1 : 4); break;                                                                                 \
+    case 5: call(V_ATTENTION_ROWS < 5 ? 1 : 5); break;                                                                                 \
+    case 6: call(V_ATTENTION_ROWS < 6 ? 1 : 6); break;                                                                                 \
+    case 7: call(V_ATTENTION_ROWS < 7 ? 1 : 7); break;                                                                                 \
+    default: call(V_ATTENTION_ROWS < 8 ? 1 : 8); break;                                                                                \
+    }
+
+static void score_rows(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n)
+{
+#define SCORES(rows) scores(s, pages, head_dim, row, rows, page_width(rows))
+    ROW_CASES(SCORES)
+}
+
+static void value_rows(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n)
+{
+#define VALUES(rows) values(s, pages, head_dim, row, rows, page_width(rows))
+    ROW_CASES(VALUES)
+}
+
+static void attention_begin(const struct attention_tile *tile, struct attention_scratch *s, uint32_t head_dim)
+{
+    v16 scale = v16_set1(tile->scale * 0x1.715476p+0f); /* log2(e): exponentials are powers of 2 below */
+    for (uint32_t r = 0; r < tile->n_rows; r++) {
+        for (uint32_t d = 0; d < head_dim; d += 16) {
+            v16_store(s->q[r] + d, v16_mul(v16_load(tile->q[r] + d), scale));
+            v16_store(s->o[r] + d, v16_set1(0));
+        }
+        v16_store(s->l[r], v16_set1(0));
+        s->m[r] = -1e30f;
+    }
+}
+
+/* FlashAttention-2's loop (Dao 2023) over tiles of 64 keys at fixed absolute positions. */
+static void attention(const struct attention_tile *tile, struct attention_scratch *s)
+{
+    uint32_t head_dim = tile->kv->head_dim, last = 0;
+    for (uint32_t r = 0; r < tile->n_rows; r++)
+        last = tile->position[r] > last ? tile->position[r] : last;
+    attention_begin(tile, s, head_dim);
+    for (uint32_t first = 0; first <= last; first += KEY_TILE) {
+        struct key_pages pages = find_pages(tile, first, last);
+        for (uint32_t r = 0; r < tile->n_rows; r += V_ATTENTION_ROWS) {
+            int n = (int)(tile->n_rows - r < V_ATTENTION_ROWS ? tile->n_rows - r : V_ATTENTION_ROWS);
+            score_rows(s, &pages, head_dim, r, n);
+        }
+        for (uint32_t r = 0; r < tile->n_rows; r++) {
+            int64_t n = (int64_t)tile->position[r] + 1 - first;
+            softmax_row(s, r, n > KEY_TILE ? KEY_TILE : n < 0 ? 0 : (int)n);
+        }
+        for (uint32_t r = 0; r < tile->n_rows; r += V_ATTENTION_ROWS) {
+            int n = (int)(tile->n_rows - r < V_ATTENTION_ROWS ? tile->n_rows - r : V_ATTENTION_ROWS);
+            value_rows(s, &pages, head_dim, r, n);
+        }
+    }
+    for (uint32_t r = 0; r < tile->n_rows; r++) {
+        v16 sum = v16_set1(v16_sum(v16_load(s->l[r])));
+        for (uint32_t d = 0; d < head_dim; d += 16)
+            v16_store(tile->out[r] + d, v16_div(v16_load(s->o[r] + d), sum));
+    }
+}
+
+const struct kernels KERNELS_SYMBOL = {
+    .name = KERNELS_NAME,
+    .quantize = quantize,
+    .panel =
+        {
+            [PANEL_F32] = panel_f32,
+            [PANEL_F16] = panel_f16,
+            [PANEL_BF16] = panel_bf16,
+            [PANEL_SCALE_4] = panel_scale_4,
+            [PANEL_SCALE_5] = panel_scale_5,
+            [PANEL_SCALE_8] = panel_scale_8,
+            [PANEL_MIN_4] = panel_min_4,
+            [PANEL_MIN_5] = panel_min_5,
+            [PANEL_SUPER_MIN_4] = panel_super_min_4,
+            [PANEL_SUPER_MIN_5] = panel_super_min_5,
+            [PANEL_SUPER16_6] = panel_super16_6,
+        },
+    .rmsnorm = rmsnorm,
+    .silu_mul = silu_mul,
+    .rotate = rotate,
+    .store_kv = store_kv,
+    .attention = attention,
+};

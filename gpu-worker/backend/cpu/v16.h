@@ -1,0 +1,365 @@
+/* Sixteen f32 lanes, written once for every instruction set: AVX-512 (one register), AVX2 (two), portable C (an array).
+ *
+ * Each operation is one IEEE operation a lane (v16_fma rounds once), and reductions add lanes in one fixed order, so code written
+ * on these types gives the same bits on every instruction set. Include it only from files that are compiled for their set.
+ *
+ * u8x64 holds 64 codes of one cell line (see panels.h), i32x16 the exact sums of 16 output rows.
+ */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include "gpu-worker/quant/f16.h"
+
+#define V_INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#include <immintrin.h>
+
+enum { V_ROWS = 4, V_ATTENTION_ROWS = 8, V_DOT8_SIGNED = 0 };
+typedef __m512 v16;
+typedef __m512i i32x16;
+typedef __m512i u8x64;
+
+V_INLINE v16 v16_load(const float *p) { return _mm512_loadu_ps(p); }
+V_INLINE void v16_store(float *p, v16 a) { _mm512_storeu_ps(p, a); }
+V_INLINE v16 v16_set1(float x) { return _mm512_set1_ps(x); }
+V_INLINE v16 v16_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+V_INLINE v16 v16_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+V_INLINE v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+V_INLINE v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+V_INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+V_INLINE v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+V_INLINE v16 v16_abs(v16 a) { return _mm512_abs_ps(a); }
+V_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+V_INLINE v16 v16_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* a * 2^n for integral n in -126..127 */
+V_INLINE v16 v16_scale2(v16 a, v16 n)
+{
+    __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+    return _mm512_mul_ps(a, _mm512_castsi512_ps(e));
+}
+V_INLINE v16 v16_from_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+V_INLINE void v16_to_f16(uint16_t *p, v16 a)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+V_INLINE v16 v16_from_bf16(const uint16_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+/* lanes i with i < n keep a, the others become b */
+V_INLINE v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1), a); }
+/* rounds to nearest, stores 16 int8 (values must fit) and returns their sum */
+V_INLINE int32_t v16_to_i8(int8_t *p, v16 a)
+{
+    __m512i i = _mm512_cvtps_epi32(a);
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(i));
+    return _mm512_reduce_add_epi32(i);
+}
+V_INLINE i32x16 i32x16_set1(int32_t x) { return _mm512_set1_epi32(x); }
+V_INLINE v16 v16_from_i32(i32x16 a) { return _mm512_cvtepi32_ps(a); }
+V_INLINE u8x64 u8x64_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+V_INLINE u8x64 u8x64_low4(u8x64 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+V_INLINE u8x64 u8x64_high4(u8x64 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+V_INLINE u8x64 u8x64_add_bits(u8x64 a, const uint8_t *bits, char value)
+{
+    uint64_t mask;
+    memcpy(&mask, bits, 8);
+    return _mm512_mask_add_epi8(a, mask, a, _mm512_set1_epi8(value));
+}
+/* lane l += a[4l]*x[0] + ... + a[4l+3]*x[3]; codes of at most 7 bits */
+V_INLINE i32x16 i32x16_dot(i32x16 sum, u8x64 a, const int8_t *x)
+{
+    int32_t x4;
+    memcpy(&x4, x, 4);
+    return _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(x4));
+}
+V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x) { return i32x16_dot(sum, a, x); }
+V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+
+enum { V_ROWS = 2, V_ATTENTION_ROWS = 4, V_DOT8_SIGNED = 1 };
+typedef struct {
+    __m256 a, b;
+} v16;
+typedef struct {
+    __m256i a, b;
+} i32x16;
+typedef struct {
+    __m256i a, b;
+} u8x64;
+
+#define V16_EACH(expr_a, expr_b) ((v16){(expr_a), (expr_b)})
+V_INLINE v16 v16_load(const float *p) { return V16_EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+V_INLINE void v16_store(float *p, v16 x)
+{
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+V_INLINE v16 v16_set1(float x) { return V16_EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+V_INLINE v16 v16_add(v16 x, v16 y) { return V16_EACH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+V_INLINE v16 v16_sub(v16 x, v16 y) { return V16_EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+V_INLINE v16 v16_mul(v16 x, v16 y) { return V16_EACH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+V_INLINE v16 v16_div(v16 x, v16 y) { return V16_EACH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+V_INLINE v16 v16_max(v16 x, v16 y) { return V16_EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+V_INLINE v16 v16_min(v16 x, v16 y) { return V16_EACH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+V_INLINE v16 v16_abs(v16 x)
+{
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return V16_EACH(_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b));
+}
+V_INLINE v16 v16_fma(v16 x, v16 y, v16 z) { return V16_EACH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+V_INLINE v16 v16_round(v16 x)
+{
+    return V16_EACH(_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                    _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+V_INLINE __m256 v8_scale2(__m256 a, __m256 n)
+{
+    __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+}
+V_INLINE v16 v16_scale2(v16 x, v16 n) { return V16_EACH(v8_scale2(x.a, n.a), v8_scale2(x.b, n.b)); }
+V_INLINE v16 v16_from_f16(const uint16_t *p)
+{
+    return V16_EACH(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+}
+V_INLINE void v16_to_f16(uint16_t *p, v16 x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+V_INLINE __m256 v8_from_bf16(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_EACH(v8_from_bf16(p), v8_from_bf16(p + 8)); }
+V_INLINE __m256 v8_from_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
+V_INLINE __m256 v8_from_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_EACH(v8_from_u8(p), v8_from_u8(p + 8)); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return V16_EACH(v8_from_i8(p), v8_from_i8(p + 8)); }
+V_INLINE v16 v16_first(int n, v16 x, v16 y)
+{
+    __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 low = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
+    __m256 high = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), lanes));
+    return V16_EACH(_mm256_blendv_ps(y.a, x.a, low), _mm256_blendv_ps(y.b, x.b, high));
+}
+V_INLINE int32_t v16_to_i8(int8_t *p, v16 x)
+{
+    __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    __m256i s = _mm256_add_epi32(a, b);
+    __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
+}
+V_INLINE i32x16 i32x16_set1(int32_t x) { return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+V_INLINE v16 v16_from_i32(i32x16 x) { return V16_EACH(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+V_INLINE u8x64 u8x64_load(const uint8_t *p)
+{
+    return (u8x64){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+}
+V_INLINE u8x64 u8x64_low4(u8x64 x)
+{
+    __m256i low = _mm256_set1_epi8(15);
+    return (u8x64){_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)};
+}
+V_INLINE u8x64 u8x64_high4(u8x64 x)
+{
+    return u8x64_low4((u8x64){_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+V_INLINE __m256i bytes_of_bits(const uint8_t *bits, char value)
+{
+    int32_t word;
+    memcpy(&word, bits, 4);
+    __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    __m256i select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+    __m256i x = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), spread), select);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(x, select), _mm256_set1_epi8(value));
+}
+V_INLINE u8x64 u8x64_add_bits(u8x64 x, const uint8_t *bits, char value)
+{
+    return (u8x64){_mm256_or_si256(x.a, bytes_of_bits(bits, value)), _mm256_or_si256(x.b, bytes_of_bits(bits + 4, value))};
+}
+V_INLINE __m256i dot_pairs(__m256i sum, __m256i u, __m256i s)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+/* |code * x| sums of two stay below 2^15 for codes of at most 7 bits, so that maddubs never saturates. */
+V_INLINE i32x16 i32x16_dot(i32x16 sum, u8x64 codes, const int8_t *x)
+{
+    int32_t x4;
+    memcpy(&x4, x, 4);
+    __m256i s = _mm256_set1_epi32(x4);
+    return (i32x16){dot_pairs(sum.a, codes.a, s), dot_pairs(sum.b, codes.b, s)};
+}
+/* 8-bit codes around 128, taken as signed: |w| times x with w's sign, 128 * 127 * 2 < 2^15. */
+V_INLINE __m256i dot_signed(__m256i sum, __m256i codes, __m256i s)
+{
+    __m256i w = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
+    return dot_pairs(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(s, w));
+}
+V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 codes, const int8_t *x)
+{
+    int32_t x4;
+    memcpy(&x4, x, 4);
+    __m256i s = _mm256_set1_epi32(x4);
+    return (i32x16){dot_signed(sum.a, codes.a, s), dot_signed(sum.b, codes.b, s)};
+}
+V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+
+#else
+
+enum { V_ROWS = 1, V_ATTENTION_ROWS = 1, V_DOT8_SIGNED = 0 };
+typedef struct {
+    float f[16];
+} v16;
+typedef struct {
+    int32_t i[16];
+} i32x16;
+typedef struct {
+    uint8_t b[64];
+} u8x64;
+
+#define V16_LANES(expr)                                                                                                                \
+    ({                                                                                                                                 \
+        v16 out_;                                                                                                                      \
+        for (int i = 0; i < 16; i++)                                                                                                   \
+            out_.f[i] = (expr);                                                                                                        \
+        out_;                                                                                                                          \
+    })
+V_INLINE v16 v16_load(const float *p) { return V16_LANES(p[i]); }
+V_INLINE void v16_store(float *p, v16 a) { memcpy(p, a.f, sizeof a.f); }
+V_INLINE v16 v16_set1(float x) { return V16_LANES(x); }
+V_INLINE v16 v16_add(v16 a, v16 b) { return V16_LANES(a.f[i] + b.f[i]); }
+V_INLINE v16 v16_sub(v16 a, v16 b) { return V16_LANES(a.f[i] - b.f[i]); }
+V_INLINE v16 v16_mul(v16 a, v16 b) { return V16_LANES(a.f[i] * b.f[i]); }
+V_INLINE v16 v16_div(v16 a, v16 b) { return V16_LANES(a.f[i] / b.f[i]); }
+V_INLINE v16 v16_max(v16 a, v16 b) { return V16_LANES(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
+V_INLINE v16 v16_min(v16 a, v16 b) { return V16_LANES(a.f[i] < b.f[i] ? a.f[i] : b.f[i]); }
+V_INLINE v16 v16_abs(v16 a) { return V16_LANES(fabsf(a.f[i])); }
+V_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return V16_LANES(fmaf(a.f[i], b.f[i], c.f[i])); }
+/* |a| < 2^22: adding 1.5 * 2^23 rounds to an integer, ties to even */
+V_INLINE v16 v16_round(v16 a) { return V16_LANES(a.f[i] + 0x1.8p23f - 0x1.8p23f); }
+V_INLINE v16 v16_scale2(v16 a, v16 n) { return V16_LANES(a.f[i] * bits_f32((uint32_t)((int32_t)n.f[i] + 127) << 23)); }
+V_INLINE v16 v16_from_f16(const uint16_t *p) { return V16_LANES(f16_to_f32(p[i])); }
+V_INLINE void v16_to_f16(uint16_t *p, v16 a)
+{
+    for (int i = 0; i < 16; i++)
+        p[i] = f32_to_f16(a.f[i]);
+}
+V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_LANES(bf16_to_f32(p[i])); }
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_LANES((float)p[i]); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return V16_LANES((float)p[i]); }
+V_INLINE v16 v16_first(int n, v16 a, v16 b) { return V16_LANES(i < n ? a.f[i] : b.f[i]); }
+V_INLINE int32_t v16_to_i8(int8_t *p, v16 a)
+{
+    int32_t sum = 0;
+    a = v16_round(a);
+    for (int i = 0; i < 16; i++) {
+        p[i] = (int8_t)a.f[i];
+        sum += p[i];
+    }
+    return sum;
+}
+V_INLINE i32x16 i32x16_set1(int32_t x)
+{
+    i32x16 out;
+    for (int i = 0; i < 16; i++)
+        out.i[i] = x;
+    return out;
+}
+V_INLINE v16 v16_from_i32(i32x16 a) { return V16_LANES((float)a.i[i]); }
+V_INLINE u8x64 u8x64_load(const uint8_t *p)
+{
+    u8x64 out;
+    memcpy(out.b, p, 64);
+    return out;
+}
+V_INLINE u8x64 u8x64_low4(u8x64 a)
+{
+    for (int i = 0; i < 64; i++)
+        a.b[i] &= 15;
+    return a;
+}
+V_INLINE u8x64 u8x64_high4(u8x64 a)
+{
+    for (int i = 0; i < 64; i++)
+        a.b[i] >>= 4;
+    return a;
+}
+V_INLINE u8x64 u8x64_add_bits(u8x64 a, const uint8_t *bits, char value)
+{
+    for (int i = 0; i < 64; i++)
+        a.b[i] = (uint8_t)(a.b[i] + (bits[i / 8] >> i % 8 & 1) * value);
+    return a;
+}
+V_INLINE i32x16 i32x16_dot(i32x16 sum, u8x64 a, const int8_t *x)
+{
+    for (int l = 0; l < 16; l++)
+        sum.i[l] += a.b[4 * l] * x[0] + a.b[4 * l + 1] * x[1] + a.b[4 * l + 2] * x[2] + a.b[4 * l + 3] * x[3];
+    return sum;
+}
+V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x) { return i32x16_dot(sum, a, x); }
+V_INLINE void v_prefetch(const void *p) { (void)p; }
+#endif
+
+/* Lanes i and i + 8, then i + 4, i + 2, i + 1: the same tree everywhere. */
+V_INLINE float v16_sum(v16 a)
+{
+    float f[16];
+    v16_store(f, a);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            f[i] += f[i + half];
+    return f[0];
+}
+V_INLINE float v16_hmax(v16 a)
+{
+    float f[16];
+    v16_store(f, a);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            f[i] = f[i] > f[i + half] ? f[i] : f[i + half];
+    return f[0];
+}
+/* The first n lanes from memory, the others 0. */
+V_INLINE v16 v16_load_n(const float *p, int n)
+{
+    float f[16] = {0};
+    if (n >= 16)
+        return v16_load(p);
+    memcpy(f, p, (size_t)n * sizeof *f);
+    return v16_load(f);
+}
+V_INLINE void v16_store_n(float *p, v16 a, int n)
+{
+    float f[16];
+    if (n >= 16) {
+        v16_store(p, a);
+        return;
+    }
+    v16_store(f, a);
+    memcpy(p, f, (size_t)n * sizeof *f);
+}
+/* 2^x to within 2 ulp for x <= 127; below -126 it gives 2^-126. Minimax polynomial on [-1/2, 1/2] after taking out the nearest integer. */
+V_INLINE v16 v16_exp2(v16 x)
+{
+    x = v16_min(v16_max(x, v16_set1(-126.0f)), v16_set1(127.0f));
+    v16 n = v16_round(x), r = v16_sub(x, n);
+    v16 p = v16_set1(1.535336188319500e-4f);
+    p = v16_fma(p, r, v16_set1(1.339887440266574e-3f));
+    p = v16_fma(p, r, v16_set1(9.618437357674640e-3f));
+    p = v16_fma(p, r, v16_set1(5.550332471162809e-2f));
+    p = v16_fma(p, r, v16_set1(2.402264791363012e-1f));
+    p = v16_fma(p, r, v16_set1(6.931472028550421e-1f));
+    p = v16_fma(p, r, v16_set1(1.0f));
+    return v16_scale2(p, n);
+}

@@ -1,0 +1,229 @@
+/* Llama (RMS norms, rotary embeddings, grouped-query attention, SwiGLU) and Qwen2, which adds biases to q, k and v and rotates
+ * halves instead of neighbours.
+ *
+ *   x = embed(ids)
+ *   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n),  n = rmsnorm(x)
+ *                x += Wdown (silu(Wgate n) * Wup n),               n = rmsnorm(x)
+ *   logits = Wout rmsnorm(x)                                       output rows only
+ *
+ * The last layer runs its second half on the output rows alone: nobody reads the others.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include "gpu-worker/model/family.h"
+
+struct llama_layer {
+    struct tensor *attn_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *attn_output, *output_bias;
+    struct tensor *ffn_norm, *gate, *up, *down;
+};
+
+struct llama {
+    enum rope_style style;
+    struct tensor *embedding, *frequencies, *output_norm, *output;
+    struct llama_layer *layers;
+    /* activations of all rows */
+    struct tensor *x, *normed, *query, *key, *value, *attended, *angles;
+    /* of n rows, all or outputs */
+    struct tensor *gate_out, *up_out;
+    /* of output rows */
+    struct tensor *x_out, *attended_out, *normed_out;
+};
+
+static int layer_tensor(struct loader *loader, struct tensor **out, uint32_t layer, const char *name, uint32_t rows,
+                        uint32_t cols, enum loader_need need, struct kvg_error *err)
+{
+    char full[64];
+    snprintf(full, sizeof full, "blk.%u.%s", layer, name);
+    return loader_tensor(loader, out, full, rows, cols, rows == 1 ? WEIGHT_VECTOR : WEIGHT_MATMUL, need, err);
+}
+
+static int load_layer(struct llama *llama, struct loader *loader, const struct shape *s, uint32_t i, enum loader_need bias,
+                      struct kvg_error *err)
+{
+    struct llama_layer *l = &llama->layers[i];
+    uint32_t q_rows = s->n_heads * s->head_dim, kv_rows = s->n_kv_heads * s->head_dim;
+    const struct {
+        struct tensor **out;
+        const char *name;
+        uint32_t rows, cols;
+        enum loader_need need;
+    } wanted[] = {
+        {&l->attn_norm, "attn_norm.weight", 1, s->hidden, LOADER_REQUIRED},
+        {&l->q, "attn_q.weight", q_rows, s->hidden, LOADER_REQUIRED},
+        {&l->k, "attn_k.weight", kv_rows, s->hidden, LOADER_REQUIRED},
+        {&l->v, "attn_v.weight", kv_rows, s->hidden, LOADER_REQUIRED},
+        {&l->q_bias, "attn_q.bias", 1, q_rows, bias},
+        {&l->k_bias, "attn_k.bias", 1, kv_rows, bias},
+        {&l->v_bias, "attn_v.bias", 1, kv_rows, bias},
+        {&l->attn_output, "attn_output.weight", s->hidden, q_rows, LOADER_REQUIRED},
+        {&l->output_bias, "attn_output.bias", 1, s->hidden, LOADER_OPTIONAL},
+        {&l->ffn_norm, "ffn_norm.weight", 1, s->hidden, LOADER_REQUIRED},
+        {&l->gate, "ffn_gate.weight", s->ffn, s->hidden, LOADER_REQUIRED},
+        {&l->up, "ffn_up.weight", s->ffn, s->hidden, LOADER_REQUIRED},
+        {&l->down, "ffn_down.weight", s->hidden, s->ffn, LOADER_REQUIRED},
+    };
+    for (size_t w = 0; w < sizeof wanted / sizeof *wanted; w++) {
+        int failed = layer_tensor(loader, wanted[w].out, i, wanted[w].name, wanted[w].rows, wanted[w].cols, wanted[w].need, err);
+        if (failed)
+            return failed;
+    }
+    return 0;
+}
+
+static int allocate(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
+                    struct kvg_error *err)
+{
+    struct llama *llama = model->state;
+    const struct shape *s = &model->shape;
+    uint32_t q_cols = s->n_heads * s->head_dim, kv_cols = s->n_kv_heads * s->head_dim;
+    uint32_t most = max_rows > max_outputs ? max_rows : max_outputs;
+    const struct {
+        struct tensor **out;
+        uint32_t rows, cols;
+    } wanted[] = {
+        {&llama->x, max_rows, s->hidden},
+        {&llama->normed, max_rows, s->hidden},
+        {&llama->query, max_rows, q_cols},
+        {&llama->key, max_rows, kv_cols},
+        {&llama->value, max_rows, kv_cols},
+        {&llama->attended, max_rows, q_cols},
+        {&llama->angles, max_rows, s->rotated},
+        {&llama->gate_out, most, s->ffn},
+        {&llama->up_out, most, s->ffn},
+        {&llama->x_out, max_outputs, s->hidden},
+        {&llama->attended_out, max_outputs, q_cols},
+        {&llama->normed_out, max_outputs, s->hidden},
+        {&model->logits, max_outputs, model->n_vocab},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        int failed = loader->backend->ops->activation(loader->backend, wanted[i].out, wanted[i].rows, wanted[i].cols, err);
+        if (failed)
+            return failed;
+    }
+    return 0;
+}
+
+/* The output matrix is its own tensor, or, where the file has none, the embedding (tied). */
+static int load_ends(struct family_model *model, struct loader *loader, struct kvg_error *err)
+{
+    struct llama *llama = model->state;
+    uint32_t hidden = model->shape.hidden, rows = loader_rows(loader, "token_embd.weight");
+    const char *output = kvg_gguf_tensor(loader->gguf, "output.weight") ? "output.weight" : "token_embd.weight";
+    int failed;
+    model->n_vocab = rows;
+    if ((failed = loader_tensor(loader, &llama->embedding, "token_embd.weight", rows, hidden, WEIGHT_EMBEDDING, LOADER_REQUIRED,
+                                err)) ||
+        (failed =
+             loader_tensor(loader, &llama->output_norm, "output_norm.weight", 1, hidden, WEIGHT_VECTOR, LOADER_REQUIRED, err)) ||
+        (failed = loader_frequencies(loader, &model->shape, &llama->frequencies, err)))
+        return failed;
+    return loader_tensor(loader, &llama->output, output, rows, hidden, WEIGHT_MATMUL, LOADER_REQUIRED, err);
+}
+
+static int load(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs, enum rope_style style,
+                enum loader_need bias, struct kvg_error *err)
+{
+    int failed = loader_shape(loader, &model->shape, err);
+    if (failed)
+        return failed;
+    struct llama *llama = model->state = calloc(1, sizeof *llama);
+    if (llama)
+        llama->layers = calloc(model->shape.n_layers, sizeof *llama->layers);
+    if (!llama || !llama->layers)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %u layers", model->shape.n_layers);
+    llama->style = style;
+    if ((failed = load_ends(model, loader, err)))
+        return failed;
+    for (uint32_t i = 0; i < model->shape.n_layers; i++)
+        if ((failed = load_layer(llama, loader, &model->shape, i, bias, err)))
+            return failed;
+    return allocate(model, loader, max_rows, max_outputs, err);
+}
+
+static int load_llama(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
+                      struct kvg_error *err)
+{
+    return load(model, loader, max_rows, max_outputs, ROPE_INTERLEAVED, LOADER_OPTIONAL, err);
+}
+
+static int load_qwen2(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
+                      struct kvg_error *err)
+{
+    return load(model, loader, max_rows, max_outputs, ROPE_HALVES, LOADER_REQUIRED, err);
+}
+
+static void free_llama(struct family_model *model)
+{
+    struct llama *llama = model->state;
+    if (!llama)
+        return;
+    free(llama->layers);
+    free(llama);
+    model->state = NULL;
+}
+
+static void product(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight,
+                    const struct tensor *bias, struct tensor *out, bool accumulate)
+{
+    struct backend_matmul args = {.count = 1, .weights = {weight}, .biases = {bias}, .outs = {out}, .accumulate = accumulate};
+    backend->ops->matmul(backend, n, x, &args);
+}
+
+/* KV of all rows, and attention where `attend`. */
+static void attention_half(const struct family_model *model, struct backend *backend, uint32_t n, uint32_t layer, bool attend)
+{
+    const struct llama *llama = model->state;
+    const struct llama_layer *l = &llama->layers[layer];
+    const struct backend_ops *ops = backend->ops;
+    struct backend_matmul qkv = {.count = 3,
+                                 .weights = {l->q, l->k, l->v},
+                                 .biases = {l->q_bias, l->k_bias, l->v_bias},
+                                 .outs = {llama->query, llama->key, llama->value}};
+    struct backend_rope rope = {layer, llama->query, llama->key, llama->value, llama->angles, llama->style};
+    struct backend_attention attention = {layer, 1.0f / sqrtf((float)model->shape.head_dim), llama->query, llama->attended};
+    ops->rmsnorm(backend, n, llama->x, l->attn_norm, model->shape.eps, llama->normed);
+    ops->matmul(backend, n, llama->normed, &qkv);
+    ops->rope_store(backend, &rope);
+    if (attend)
+        ops->attention(backend, &attention);
+}
+
+static void ffn_half(const struct family_model *model, struct backend *backend, uint32_t n, uint32_t layer, struct tensor *x,
+                     struct tensor *normed)
+{
+    const struct llama *llama = model->state;
+    const struct llama_layer *l = &llama->layers[layer];
+    struct backend_matmul both = {.count = 2, .weights = {l->gate, l->up}, .outs = {llama->gate_out, llama->up_out}};
+    backend->ops->rmsnorm(backend, n, x, l->ffn_norm, model->shape.eps, normed);
+    backend->ops->matmul(backend, n, normed, &both);
+    backend->ops->silu_mul(backend, n, llama->gate_out, llama->up_out);
+    product(backend, n, llama->gate_out, l->down, NULL, x, true);
+}
+
+static void forward(const struct family_model *model, struct backend *backend, uint32_t n_rows, uint32_t n_outputs)
+{
+    const struct llama *llama = model->state;
+    uint32_t last = model->shape.n_layers - 1;
+
+    backend->ops->embed(backend, llama->embedding, llama->x);
+    backend->ops->angles(backend, llama->frequencies, llama->angles);
+    for (uint32_t i = 0; i < last; i++) {
+        attention_half(model, backend, n_rows, i, true);
+        product(backend, n_rows, llama->attended, llama->layers[i].attn_output, llama->layers[i].output_bias, llama->x, true);
+        ffn_half(model, backend, n_rows, i, llama->x, llama->normed);
+    }
+    attention_half(model, backend, n_rows, last, n_outputs > 0);
+    if (n_outputs == 0)
+        return;
+    backend->ops->gather(backend, llama->x, llama->x_out);
+    backend->ops->gather(backend, llama->attended, llama->attended_out);
+    product(backend, n_outputs, llama->attended_out, llama->layers[last].attn_output, llama->layers[last].output_bias,
+            llama->x_out, true);
+    ffn_half(model, backend, n_outputs, last, llama->x_out, llama->normed_out);
+    backend->ops->rmsnorm(backend, n_outputs, llama->x_out, llama->output_norm, model->shape.eps, llama->normed_out);
+    product(backend, n_outputs, llama->normed_out, llama->output, NULL, model->logits, false);
+}
+
+const struct family llama_family = {"llama", load_llama, forward, free_llama};
+const struct family qwen2_family = {"qwen2", load_qwen2, forward, free_llama};

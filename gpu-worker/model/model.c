@@ -1,0 +1,199 @@
+#include "gpu-worker/model/model.h"
+#include <stdlib.h>
+#include <string.h>
+#include "gpu-worker/backend/backend.h"
+#include "gpu-worker/model/family.h"
+#include "gpu-worker/model/loader.h"
+
+enum { DEFAULT_ROWS = 2048, DEFAULT_SEQS = 64 };
+
+struct model {
+    struct kvg_gguf *gguf; /* mapped as long as the model lives: embeddings are read from it */
+    struct backend *backend;
+    const struct family *family;
+    struct family_model parts;
+    struct model_info info;
+    struct model_options options;
+    struct backend_kv kv;     /* n_blocks = 0 until model_kv_alloc */
+    struct backend_seq *seqs; /* [max_seqs] */
+};
+
+static int open_backend(struct model *model, struct kvg_error *err)
+{
+    const char *device = model->options.device ? model->options.device : "auto";
+    struct backend_options options = {.isa = model->options.cpu_isa,
+                                      .threads = model->options.threads,
+                                      .max_rows = model->options.max_rows,
+                                      .max_seqs = model->options.max_seqs,
+                                      .max_outputs = model->options.max_outputs};
+    if (strcmp(device, "cuda") == 0)
+        return kvg_fail(err, KVG_UNSUPPORTED, "--device cuda: this build has no CUDA backend");
+    if (strcmp(device, "auto") != 0 && strcmp(device, "cpu") != 0)
+        return kvg_fail(err, KVG_INVALID, "unknown --device \"%s\" (auto, cpu, cuda)", device);
+    return cpu_backend_open(&model->backend, &options, err);
+}
+
+static int load_weights(struct model *model, struct kvg_error *err)
+{
+    struct loader loader = {.progress = model->options.progress, .context = model->options.context};
+    char names[128];
+    int failed = loader_init(&loader, model->gguf, model->backend, err);
+    if (failed)
+        goto done;
+    model->family = family_find(loader.arch);
+    if (!model->family) {
+        family_names(names, sizeof names);
+        failed = kvg_fail(err, KVG_UNSUPPORTED, "architecture \"%s\" is not supported (%s)", loader.arch, names);
+        goto done;
+    }
+    failed = model->family->load(&model->parts, &loader, model->options.max_rows, model->options.max_outputs, err);
+    if (!failed)
+        failed = loader_finish(&loader, err);
+    model->info.weight_bytes = loader.total_bytes;
+    if (!failed && loader.progress)
+        loader.progress(1, loader.context);
+done:
+    loader_free(&loader);
+    return failed;
+}
+
+static void fill_info(struct model *model)
+{
+    const struct shape *s = &model->parts.shape;
+    struct model_info *info = &model->info;
+    info->family = model->family->name;
+    info->n_layers = s->n_layers;
+    info->n_heads = s->n_heads;
+    info->n_kv_heads = s->n_kv_heads;
+    info->head_dim = s->head_dim;
+    info->hidden = s->hidden;
+    info->n_vocab = model->parts.n_vocab;
+    info->max_position = s->max_position;
+    model->backend->ops->describe(model->backend, info->backend, sizeof info->backend);
+    model->kv =
+        (struct backend_kv){.n_layers = s->n_layers, .n_heads = s->n_heads, .n_kv_heads = s->n_kv_heads, .head_dim = s->head_dim};
+}
+
+int model_open(struct model **out, const struct model_options *options, struct kvg_error *err)
+{
+    struct model *model = calloc(1, sizeof *model);
+    int failed;
+    if (!model)
+        return kvg_fail(err, KVG_NOMEM, "no memory for a model");
+    model->options = *options;
+    if (!model->options.max_rows)
+        model->options.max_rows = DEFAULT_ROWS;
+    if (!model->options.max_seqs)
+        model->options.max_seqs = DEFAULT_SEQS;
+    if (!model->options.max_outputs)
+        model->options.max_outputs = model->options.max_seqs;
+    model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
+    if (!model->seqs)
+        failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
+    else if (!(failed = kvg_gguf_open(&model->gguf, options->path, err)) && !(failed = open_backend(model, err)))
+        failed = load_weights(model, err);
+    if (failed) {
+        model_close(model);
+        return failed;
+    }
+    fill_info(model);
+    *out = model;
+    return 0;
+}
+
+void model_close(struct model *model)
+{
+    if (!model)
+        return;
+    if (model->family)
+        model->family->free(&model->parts);
+    if (model->backend)
+        model->backend->ops->close(model->backend);
+    if (model->gguf)
+        kvg_gguf_close(model->gguf);
+    free(model->seqs);
+    free(model);
+}
+
+const struct model_info *model_info(const struct model *model)
+{
+    return &model->info;
+}
+
+size_t model_kv_block_bytes(const struct model *model, uint32_t block_size)
+{
+    struct backend_kv kv = model->kv;
+    kv.block_size = block_size;
+    return model->backend->ops->kv_block_bytes(model->backend, &kv);
+}
+
+int model_kv_alloc(struct model *model, uint32_t n_blocks, uint32_t block_size, struct kvg_error *err)
+{
+    struct backend_kv kv = model->kv;
+    if (model->kv.n_blocks)
+        return kvg_fail(err, KVG_INVALID, "the KV pool is already allocated (%u blocks)", model->kv.n_blocks);
+    if (n_blocks == 0)
+        return kvg_fail(err, KVG_INVALID, "a KV pool of 0 blocks");
+    kv.n_blocks = n_blocks;
+    kv.block_size = block_size;
+    int failed = model->backend->ops->kv_alloc(model->backend, &kv, err);
+    if (!failed)
+        model->kv = kv;
+    return failed;
+}
+
+static int check_batch(const struct model *model, const struct model_batch *batch, struct kvg_error *err)
+{
+    if (model->kv.n_blocks == 0)
+        return kvg_fail(err, KVG_INVALID, "a forward before the KV pool is allocated");
+    if (batch->n_rows == 0 || batch->n_seqs > model->options.max_seqs)
+        return kvg_fail(err, KVG_INVALID, "a batch of %u rows and %u sequences (most %u)", batch->n_rows, batch->n_seqs,
+                        model->options.max_seqs);
+    for (uint32_t i = 0; i < batch->n_rows; i++)
+        if (batch->ids[i] >= model->info.n_vocab)
+            return kvg_fail(err, KVG_INVALID, "token id %u of a vocabulary of %u", batch->ids[i], model->info.n_vocab);
+    for (uint32_t i = 0; i < batch->n_outputs; i++)
+        if (batch->outputs[i] >= batch->n_rows)
+            return kvg_fail(err, KVG_INVALID, "output row %u of %u", batch->outputs[i], batch->n_rows);
+    for (uint32_t i = 0; i < batch->n_seqs; i++) {
+        const struct model_seq *seq = &batch->seqs[i];
+        uint64_t tokens = (uint64_t)seq->n_past + seq->n_rows, room = (uint64_t)seq->n_blocks * model->kv.block_size;
+        if (tokens > room)
+            return kvg_fail(err, KVG_INVALID, "sequence %u has %llu tokens and blocks for %llu", i, (unsigned long long)tokens,
+                            (unsigned long long)room);
+    }
+    return 0;
+}
+
+int model_forward(struct model *model, const struct model_batch *batch, struct kvg_error *err)
+{
+    struct backend *backend = model->backend;
+    int failed = check_batch(model, batch, err);
+    if (failed)
+        return failed;
+    for (uint32_t i = 0; i < batch->n_seqs; i++) {
+        const struct model_seq *seq = &batch->seqs[i];
+        model->seqs[i] = (struct backend_seq){seq->first_row, seq->n_rows, seq->n_past, seq->blocks};
+    }
+    struct backend_step step = {.n_rows = batch->n_rows,
+                                .n_seqs = batch->n_seqs,
+                                .n_outputs = batch->n_outputs,
+                                .ids = batch->ids,
+                                .outputs = batch->outputs,
+                                .seqs = model->seqs};
+    if ((failed = backend->ops->begin_step(backend, &step, err)))
+        return failed;
+    model->family->forward(&model->parts, backend, batch->n_rows, batch->n_outputs);
+    return backend->ops->end_step(backend, err);
+}
+
+const float *model_logits(struct model *model)
+{
+    return model->backend->ops->host(model->backend, model->parts.logits);
+}
+
+int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results,
+                 struct kvg_error *err)
+{
+    return model->backend->ops->sample(model->backend, model->parts.logits, rows, n, results, err);
+}

@@ -1,0 +1,23 @@
+/* Q5_0: 5-bit codes around 16, one scale a group. */
+#include "gpu-worker/quant/quant.h"
+#include <string.h>
+
+struct q5_0_block {
+    uint16_t d;     /* f16 */
+    uint8_t qh[4];  /* bit i of these 32: the fifth bit of value i */
+    uint8_t qs[16]; /* value i in the low, value 16 + i in the high half of byte i */
+};
+
+static void unpack(const void *block, uint32_t group, struct quant_group *out)
+{
+    struct q5_0_block b;
+    memcpy(&b, block, sizeof b);
+    memset(out, 0, sizeof *out);
+    out->d = b.d;
+    for (int i = 0; i < 16; i++) {
+        out->q[i] = (uint8_t)((b.qs[i] & 15) | (b.qh[i / 8] >> i % 8 & 1) << 4);
+        out->q[16 + i] = (uint8_t)(b.qs[i] >> 4 | (b.qh[2 + i / 8] >> i % 8 & 1) << 4);
+    }
+}
+
+const struct quant_format quant_q5_0 = {"Q5_0", 6, 32, sizeof(struct q5_0_block), 5, 16, QUANT_SCALE, unpack, NULL};

@@ -1,0 +1,103 @@
+/* The end of a stream whose upstream failed. nginx only cuts the connection then; a client of an SSE stream shall see why.
+ *
+ * When an upstream fails after the header was sent, nginx finalizes it (u->cleanup is NULL from then on) and sends one flush buffer
+ * without data. The frame takes its place, and ends the reply properly.
+ */
+#include "ngx_http_kvgate.h"
+
+
+static ngx_http_output_body_filter_pt  ngx_http_next_body_filter;
+
+/* The longest lead ends a line and an event that were cut. */
+static u_char  ngx_http_kvgate_frame[] = "\n\ndata: {\"error\":{\"message\":\"the worker's reply ended early\",\"type\":\"server_error\","
+                                         "\"param\":null,\"code\":\"upstream_ended_early\"}}\n\n";
+
+
+static ngx_uint_t
+ngx_http_kvgate_is_stream(ngx_http_request_t *r)
+{
+    ngx_str_t  *type = &r->headers_out.content_type;
+
+    return r->headers_out.content_length_n == -1 && type->len >= sizeof("text/event-stream") - 1
+           && ngx_strncasecmp(type->data, (u_char *) "text/event-stream", sizeof("text/event-stream") - 1) == 0;
+}
+
+
+static ngx_uint_t
+ngx_http_kvgate_ended_early(ngx_http_request_t *r, ngx_chain_t *in)
+{
+    ngx_buf_t  *b;
+
+    if (in == NULL || in->next || r->upstream == NULL || !r->upstream->header_sent || r->upstream->cleanup != NULL) {
+        return 0;
+    }
+
+    b = in->buf;
+
+    return b->flush && !b->last_buf && ngx_buf_size(b) == 0 && ngx_http_kvgate_is_stream(r);
+}
+
+
+static void
+ngx_http_kvgate_remember_last(ngx_http_kvgate_ctx_t *ctx, ngx_chain_t *in)
+{
+    ngx_buf_t  *b;
+
+    for ( /* void */ ; in; in = in->next) {
+        b = in->buf;
+
+        if (!ngx_buf_in_memory(b) || b->last == b->pos) {
+            continue;
+        }
+
+        ctx->last[0] = b->last - b->pos > 1 ? b->last[-2] : ctx->last[1];
+        ctx->last[1] = b->last[-1];
+    }
+}
+
+
+static ngx_int_t
+ngx_http_kvgate_body_filter(ngx_http_request_t *r, ngx_chain_t *in)
+{
+    ngx_buf_t              *b;
+    ngx_uint_t              skip;
+    ngx_chain_t             out;
+    ngx_http_kvgate_ctx_t  *ctx;
+
+    ctx = r == r->main ? ngx_http_get_module_ctx(r, ngx_http_kvgate_module) : NULL;
+
+    if (ctx == NULL || ctx->mode != NGX_HTTP_KVGATE_ON || ctx->failed) {
+        return ngx_http_next_body_filter(r, in);
+    }
+
+    if (!ngx_http_kvgate_ended_early(r, in)) {
+        ngx_http_kvgate_remember_last(ctx, in);
+        return ngx_http_next_body_filter(r, in);
+    }
+
+    b = ngx_calloc_buf(r->pool);
+    if (b == NULL) {
+        return NGX_ERROR;
+    }
+
+    skip = ctx->last[1] != '\n' ? 0 : ctx->last[0] != '\n' ? 1 : 2;
+    ctx->failed = 1;
+    b->memory = 1;
+    b->flush = 1;
+    b->last_buf = 1;
+    b->last_in_chain = 1;
+    b->start = b->pos = ngx_http_kvgate_frame + skip;
+    b->end = b->last = ngx_http_kvgate_frame + sizeof(ngx_http_kvgate_frame) - 1;
+    out.buf = b;
+    out.next = NULL;
+
+    return ngx_http_next_body_filter(r, &out);
+}
+
+
+void
+ngx_http_kvgate_filter_init(void)
+{
+    ngx_http_next_body_filter = ngx_http_top_body_filter;
+    ngx_http_top_body_filter = ngx_http_kvgate_body_filter;
+}
