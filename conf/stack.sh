@@ -116,15 +116,10 @@ gateway_ready() { curl -sf -m 2 "http://127.0.0.1:$PORT/v1/models"; }
 
 start_nginx() {
     running nginx >/dev/null && return
-    render_nginx_conf >"$RUN/nginx.conf"
+    PORT=$PORT REDIS=redis://127.0.0.1:$REDIS_PORT MODEL=$ROOT/$MODEL MODULE=$ROOT/$B/ngx_http_kvgate_module.so \
+        conf/render_nginx.sh conf/nginx.conf >"$RUN/nginx.conf"
     launch nginx "$NGINX" -p "$ROOT/$RUN" -c "$ROOT/$RUN/nginx.conf" -e "$ROOT/$RUN/nginx.log" -g 'daemon off;'
     wait_for nginx 20 gateway_ready
-}
-
-# conf/nginx.conf with this stack's ports and absolute paths
-render_nginx_conf() {
-    sed -e "s#listen 8080#listen $PORT#" -e "s#redis://127.0.0.1:6380#redis://127.0.0.1:$REDIS_PORT#" \
-        -e "s#build/models/[^ ;]*gguf#$ROOT/$MODEL#" -e "s#build/ngx_http_kvgate_module.so#$ROOT/$B/ngx_http_kvgate_module.so#" conf/nginx.conf
 }
 
 # ---- commands ----
