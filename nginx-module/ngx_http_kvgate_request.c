@@ -460,12 +460,14 @@ ngx_http_kvgate_body_read(ngx_http_request_t *r)
 
 /* ---- the phase handler ---- */
 
-/* Another pass over a request that is decided: after it was resumed, or in the location that it was redirected to. */
+/* Another pass: of a request that is decided and was resumed, or in the location that it was redirected to (also when its body could
+ * not be read). */
 static ngx_int_t
 ngx_http_kvgate_again(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t mode)
 {
     if (!ctx->done) {
-        return NGX_AGAIN;
+        ctx->done = r->internal;
+        return r->internal ? NGX_DECLINED : NGX_AGAIN;
     }
 
     if (ctx->mode == NGX_HTTP_KVGATE_ON && r->internal) {

@@ -1,0 +1,125 @@
+"""nginx with the module, running the shipped conf/nginx.conf with other ports and paths.
+
+    with Redis() as redis, Gateway(redis) as gateway:
+        requests.post(gateway.url + "/v1/chat/completions", json=body)
+
+Leaving the block fails on any alert, emerg or crit in the error log.
+"""
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+
+from conftest import BUILD, MODELS, ROOT
+from stack import SMOLLM2, Process, free_port
+
+NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
+VOCABS = os.path.join(MODELS, "vocabs")
+
+
+class Gateway(Process):
+    """servers: addresses for the upstream's server lines. location, server, http, upstream, main: configuration added to the
+    shipped one at that level. edits: (regex, replacement) pairs applied to the text, each of which must match."""
+
+    name = "nginx"
+
+    def __init__(self, redis=None, servers=(), model=SMOLLM2, served="smollm2", main="", http="", upstream="", server="", location="",
+                 edits=(), redis_url=None, log_level="notice"):
+        super().__init__()
+        os.chmod(self.dir, 0o755)
+        self.port = free_port()
+        self.redis_url = redis_url or (redis.url if redis else "redis://127.0.0.1:1")
+        self.conf = os.path.join(self.dir, "nginx.conf")
+        self.body_dir = os.path.join(self.dir, "body")
+        self.servers = servers
+        self.added = {"main": main, "http": http, "upstream": upstream, "server": server, "location": location}
+        self.edits = edits
+        self.model, self.served, self.log_level = model, served, log_level
+        self.expected = []
+        self.write()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def render(self):
+        with open(os.path.join(ROOT, "conf", "nginx.conf"), encoding="utf-8") as file:
+            text = file.read()
+        lines = "".join(f"        server {address} max_fails=0;\n" for address in self.servers) or "        server 127.0.0.1:1 max_fails=0;\n"
+        replaced = [(r"(?m)^load_module .*$", f"load_module {BUILD}/ngx_http_kvgate_module.so;\n{self.added['main']}"),
+                    (r"error_log stderr notice;", f"error_log stderr {self.log_level};"),
+                    (r"listen 8080 reuseport;", f"listen 127.0.0.1:{self.port} reuseport;\n{self.added['server']}"),
+                    (r"client_body_temp_path \S+;", f"client_body_temp_path {self.body_dir};\n{self.added['http']}"),
+                    (r"kvgate_model smollm2 \S+", f"kvgate_model {self.served} {self.model}"),
+                    (r"redis://127\.0\.0\.1:6380", self.redis_url),
+                    (r"(?m)(^ *server 127\.0\.0\.1:\d+ max_fails=0;\n)+", lines),
+                    (r"kvgate_balance;", f"kvgate_balance;\n{self.added['upstream']}"),
+                    (r"kvgate on;", f"kvgate on;\n{self.added['location']}")]
+        for pattern, new in replaced + list(self.edits):
+            text, n = re.subn(pattern, lambda _: new, text, count=1)
+            assert n == 1, f"conf/nginx.conf has no {pattern!r}"
+        return text
+
+    def write(self):
+        with open(self.conf, "w", encoding="utf-8") as file:
+            file.write(self.render())
+
+    def command(self):
+        return [NGINX, "-p", self.dir, "-c", self.conf, "-e", "stderr", "-g", "daemon off;"]
+
+    def test(self):
+        """nginx -t: (exit status, what it printed)."""
+        done = subprocess.run(self.command()[:-2] + ["-t"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        return done.returncode, done.stderr
+
+    def answers(self):
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
+                s.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                return s.recv(16).startswith(b"HTTP/")
+        except OSError:
+            return False
+
+    def status(self):
+        """The kvgate_status page."""
+        import json
+        with urllib.request.urlopen(self.url + "/kvgate", timeout=10) as reply:
+            return json.load(reply)
+
+    def workers(self):
+        """Ids of the workers that the gateway has seen in Redis."""
+        return sorted(w["id"] for m in self.status()["models"] for w in m["workers"])
+
+    def children(self):
+        """Pids of nginx's worker processes."""
+        done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.pid)], capture_output=True, text=True)
+        return [int(p) for p in done.stdout.split()]
+
+    def reload(self):
+        self.terminate(signal.SIGHUP)
+
+    def access_log(self):
+        with open(os.path.join(self.dir, "access.log"), encoding="utf-8") as file:
+            return file.read()
+
+    def faults(self):
+        """Lines of the error log that no nginx should ever write."""
+        return [line for line in self.log().splitlines()
+                if re.search(r"\[(alert|emerg|crit)\]|Sanitizer|signal 1?\d\b.*exited|worker process \d+ exited on signal", line)
+                and not any(re.search(e, line) for e in self.expected)]
+
+    def stop(self, timeout=20.0):
+        if self.process is not None:
+            self.process.send_signal(signal.SIGQUIT)
+        super().stop(timeout)
+
+    def close(self):
+        try:
+            self.stop()
+            assert not self.faults(), "\n".join(self.faults())
+        finally:
+            super().close()
