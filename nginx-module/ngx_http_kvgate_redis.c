@@ -134,13 +134,14 @@ ngx_http_kvgate_redis_cleanup(void *data)
         ngx_delete_posted_event(c->write);
     }
 
-    ngx_free_connection(c);
-    c->fd = (ngx_socket_t) -1;
-
+    /* nginx's free list overwrites c->data */
     if (redis.context == c->data) {
         redis.context = NULL;
         redis.connected = 0;
     }
+
+    ngx_free_connection(c);
+    c->fd = (ngx_socket_t) -1;
 }
 
 
