@@ -32,3 +32,7 @@ int kvg_prompt_count(enum kvg_endpoint endpoint, const struct kvg_json *body, si
  * Token ids out of the vocabulary, an empty prompt and every fault of kvg_chat_render are errors with err->param. */
 int kvg_prompt_ids(const struct kvg_prompt_model *model, enum kvg_endpoint endpoint, const struct kvg_json *body, size_t index,
                    int64_t now, struct kvg_arena *arena, struct kvg_ids *out, struct kvg_error *err);
+
+/* The rendered prompt of a chat body, in the arena: what kvg_prompt_ids tokenizes. */
+int kvg_prompt_text(const struct kvg_prompt_model *model, const struct kvg_json *body, int64_t now, struct kvg_arena *arena,
+                    struct kvg_text *out, struct kvg_error *err);

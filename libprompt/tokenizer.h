@@ -19,7 +19,14 @@ struct kvg_ids {
     size_t n;
 };
 
-enum kvg_token_kind { KVG_TOKEN_NORMAL, KVG_TOKEN_UNKNOWN, KVG_TOKEN_CONTROL, KVG_TOKEN_USER_DEFINED, KVG_TOKEN_UNUSED, KVG_TOKEN_BYTE };
+enum kvg_token_kind {
+    KVG_TOKEN_NORMAL,
+    KVG_TOKEN_UNKNOWN,
+    KVG_TOKEN_CONTROL,
+    KVG_TOKEN_USER_DEFINED,
+    KVG_TOKEN_UNUSED,
+    KVG_TOKEN_BYTE
+};
 
 enum { KVG_NO_TOKEN = 0xffffffffu };
 
@@ -38,7 +45,9 @@ void kvg_tokenizer_close(struct kvg_tokenizer *tokenizer);
 const struct kvg_vocab_info *kvg_tokenizer_info(const struct kvg_tokenizer *tokenizer);
 
 enum {
-    KVG_ADD_SPECIAL = 1, /* BOS/EOS as the file says; no second BOS before text that already starts with one */
+    KVG_ADD_BOS = 1, /* BOS where the file says so; no second one before text that already starts with it */
+    KVG_ADD_EOS = 2, /* EOS where the file says so */
+    KVG_ADD_SPECIAL = KVG_ADD_BOS | KVG_ADD_EOS,
 };
 
 /* ids of `text` in the arena. CONTROL tokens match in TEMPLATE bytes only, USER_DEFINED ones anywhere. */
@@ -54,16 +63,21 @@ struct kvg_str kvg_token_text(const struct kvg_tokenizer *tokenizer, uint32_t id
 /* The id whose vocabulary text is exactly `text`, or KVG_NO_TOKEN. */
 uint32_t kvg_token_find(const struct kvg_tokenizer *tokenizer, const char *text, size_t len);
 
+/* Whether decoding drops one space before the first token, because encoding puts one there. */
+bool kvg_tokenizer_drops_first_space(const struct kvg_tokenizer *tokenizer);
+
 /* Streaming: holds back bytes until they form whole characters. Zero-initialize, then set tokenizer. */
 struct kvg_detokenizer {
     const struct kvg_tokenizer *tokenizer;
     unsigned char held[4]; /* an incomplete UTF-8 character */
     uint8_t n_held;
-    bool started;          /* SentencePiece drops the space before the first token */
+    bool started;            /* SentencePiece drops the space before the first token */
     bool keep_leading_space; /* set when the output continues a prompt: nothing is dropped */
 };
-/* Appends to `buf` (at least kvg_token_bytes(...).len + 3 bytes free) the bytes that are now complete; returns how many.
- * Bytes that can never become a character come out as U+FFFD. */
+/* Room that a step needs for a token of n bytes: each held or new byte may come out as a U+FFFD of three. */
+#define KVG_DETOKENIZE_ROOM(n) (3 * ((n) + 3))
+/* Appends to `buf` (KVG_DETOKENIZE_ROOM(kvg_token_bytes(...).len) bytes free) the bytes that are now complete; returns how
+ * many. Bytes that can never become a character come out as one U+FFFD for each longest broken sequence. */
 size_t kvg_detokenize_step(struct kvg_detokenizer *state, uint32_t id, char *buf);
-/* What is still held, as U+FFFD; at most 3 bytes. */
+/* What is still held, as one U+FFFD; at most 3 bytes. */
 size_t kvg_detokenize_end(struct kvg_detokenizer *state, char *buf);
