@@ -17,16 +17,17 @@ struct model;
 struct publisher;
 
 struct engine_options {
-    const char *model_name;              /* for the block chain */
-    uint32_t max_model_len;              /* 0 = the file's context length */
-    uint32_t max_num_seqs;               /* 0 = 64 */
-    uint32_t max_num_batched_tokens;     /* 0 = 2,048: most rows a step */
-    uint32_t block_size;                 /* 0 = 32; a power of two from 16 to 512 */
-    uint32_t num_kv_blocks;              /* 0 = from kv_cache_bytes */
-    uint64_t kv_cache_bytes;             /* 0 = a stated share of free memory */
+    const char *model_name;          /* for the block chain */
+    uint32_t max_model_len;          /* 0 = the file's context length */
+    uint32_t max_num_seqs;           /* 0 = 64 */
+    uint32_t max_num_batched_tokens; /* 0 = 2,048: most rows a step */
+    uint32_t block_size;             /* 0 = 32; a power of two from 16 to 512 */
+    uint32_t num_kv_blocks;          /* 0 = from kv_cache_bytes */
+    uint64_t kv_cache_bytes;         /* 0 = a stated share of free memory */
     bool disable_prefix_caching, disable_chunked_prefill;
-    bool priority_scheduling;            /* false: first come, first served */
-    uint32_t fixed_chunk;                /* tests: prefill exactly this many rows a step; 0 = follows the measured rate */
+    bool priority_scheduling; /* false: first come, first served */
+    uint32_t fixed_chunk;     /* tests: prefill exactly this many rows a step; 0 = follows the measured rate */
+    uint32_t max_waiting;     /* choices queued before KVG_LIMIT; 0 = 4,096 */
 };
 
 /* model, prompt_model and publisher (may be NULL) stay the caller's and must outlive the engine. Starts the thread. */
@@ -61,30 +62,31 @@ struct engine_event {
     size_t text_len;
     const uint32_t *ids; /* tokens that this event commits */
     size_t n_ids;
-    const struct engine_token_logprob *logprobs; /* [n_ids] when asked for, else NULL */
-    enum engine_finish finish;                   /* not NONE: the last event of this choice */
-    uint32_t matched_stop_token;                 /* with FINISH_STOP by a token, else KVG_NO_TOKEN */
-    const char *error;                           /* with FINISH_ERROR */
+    const struct engine_token_logprob *logprobs;              /* [n_ids] when asked for, else NULL */
+    enum engine_finish finish;                                /* not NONE: the last event of this choice */
+    uint32_t matched_stop_token;                              /* with FINISH_STOP by a token, else KVG_NO_TOKEN */
+    const char *error;                                        /* with FINISH_ERROR */
     uint32_t prompt_tokens, cached_tokens, completion_tokens; /* of this choice, so far */
-    bool last_choice;                            /* after this event the request is gone */
+    bool last_choice;                                         /* after this event the request is gone */
 };
 /* On the engine thread; must not block or call the engine. */
 typedef void (*engine_sink)(void *context, const struct engine_event *event);
 
 struct engine_params {
-    uint32_t max_tokens;      /* 0 with echo_prompt_logprobs only; UINT32_MAX = up to the context */
+    uint32_t max_tokens; /* 0: FINISH_LENGTH at once, nothing is computed; UINT32_MAX = up to the context */
     uint32_t min_tokens;
-    uint32_t n;               /* choices */
+    uint32_t n; /* choices */
     float temperature, top_p, min_p;
-    uint32_t top_k;           /* 0 = all */
+    uint32_t top_k; /* 0 = all */
     float repetition_penalty, presence_penalty, frequency_penalty;
-    uint64_t seed;            /* the server draws one where the client gives none */
+    uint64_t seed; /* the server draws one where the client gives none */
     bool want_logprobs;
-    uint32_t top_logprobs;    /* 0..20 */
+    uint32_t top_logprobs; /* 0..20 */
     bool ignore_eos;
-    bool include_stop;        /* include_stop_str_in_output */
-    int32_t priority;         /* lower runs first */
-    const char *const *stop;  /* [n_stop] strings, not empty */
+    bool include_stop;       /* include_stop_str_in_output; also the text of a stop token */
+    bool drop_leading_space; /* SentencePiece: the space before the first generated token is dropped (a chat's reply) */
+    int32_t priority;        /* lower runs first */
+    const char *const *stop; /* [n_stop] strings, not empty */
     const size_t *stop_len;
     size_t n_stop;
     const uint32_t *stop_ids;
@@ -96,7 +98,7 @@ struct engine_params {
 struct engine_submit {
     const uint32_t *ids; /* copied */
     size_t n_ids;
-    const char *salt;    /* cache isolation; copied */
+    const char *salt; /* cache isolation; copied */
     size_t salt_len;
     struct engine_params params; /* arrays are copied */
     engine_sink sink;
@@ -104,9 +106,11 @@ struct engine_submit {
 };
 
 /* Any thread. 0 and *request_id, or KVG_INVALID (prompt over context or pool: both numbers in the message),
- * or KVG_LIMIT: overloaded or draining (HTTP 503). No event comes before this returns. */
+ * or KVG_LIMIT: overloaded or draining (HTTP 503). *request_id is written before the first event, which may come while this
+ * call is about to return. */
 int engine_submit(struct engine *engine, const struct engine_submit *submit, uint64_t *request_id, struct kvg_error *err);
-/* Any thread. Frees the request's blocks within one step; each unfinished choice gets a FINISH_ABORT event. Unknown ids are ignored. */
+/* Any thread. Frees the request's blocks within one step; each unfinished choice gets a FINISH_ABORT event. Unknown ids are
+ * ignored. */
 void engine_cancel(struct engine *engine, uint64_t request_id);
 
 /* Whether text and ids are the same wherever they are computed; see DESIGN. For tests: waits until nothing runs, then checks

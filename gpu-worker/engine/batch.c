@@ -1,0 +1,90 @@
+#include "gpu-worker/engine/batch.h"
+#include <stdlib.h>
+#include <string.h>
+
+int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, struct kvg_error *err)
+{
+    *batch = (struct batch){.ids = calloc(max_rows, sizeof *batch->ids),
+                            .seqs = calloc(max_seqs, sizeof *batch->seqs),
+                            .outputs = calloc(max_seqs, sizeof *batch->outputs),
+                            .samples = calloc(max_seqs, sizeof *batch->samples),
+                            .results = calloc(max_seqs, sizeof *batch->results),
+                            .sampled = calloc(max_seqs, sizeof(struct sequence *))};
+    if (!batch->ids || !batch->seqs || !batch->outputs || !batch->samples || !batch->results || !batch->sampled) {
+        batch_free(batch);
+        return kvg_fail(err, KVG_NOMEM, "no memory for batches of %u rows and %u sequences", max_rows, max_seqs);
+    }
+    batch->model.ids = batch->ids;
+    batch->model.seqs = batch->seqs;
+    batch->model.outputs = batch->outputs;
+    return 0;
+}
+
+void batch_free(struct batch *batch)
+{
+    free(batch->ids);
+    free(batch->seqs);
+    free(batch->outputs);
+    free(batch->samples);
+    free(batch->results);
+    free(batch->sampled);
+    *batch = (struct batch){0};
+}
+
+/* How the token behind the sequence's last id is drawn. */
+static struct sample_row sampling_of(const struct sequence *seq, uint32_t output, uint32_t n_vocab)
+{
+    const struct request *request = seq->request;
+    const struct engine_params *params = &request->params;
+    bool ends_banned = sequence_generated(seq) < params->min_tokens;
+
+    return (struct sample_row){.output = output,
+                               .seed = params->seed,
+                               .choice = seq->choice,
+                               .position = seq->n_ids,
+                               .temperature = params->temperature,
+                               .top_p = params->top_p,
+                               .min_p = params->min_p,
+                               .top_k = params->top_k,
+                               .repetition_penalty = params->repetition_penalty,
+                               .presence_penalty = params->presence_penalty,
+                               .frequency_penalty = params->frequency_penalty,
+                               .counts = seq->counts,
+                               .n_counts = seq->n_counts,
+                               .biases = params->biases,
+                               .n_biases = (uint32_t)params->n_biases,
+                               .banned = request->banned,
+                               .n_banned = ends_banned ? request->n_banned : 0,
+                               .n_vocab = n_vocab,
+                               .top_logprobs = params->want_logprobs ? params->top_logprobs : 0,
+                               .want_logprob = params->want_logprobs};
+}
+
+static void add_output(struct batch *batch, struct sequence *seq, uint32_t row, uint32_t n_vocab)
+{
+    uint32_t output = batch->model.n_outputs++;
+    batch->outputs[output] = row;
+    batch->samples[output] = sampling_of(seq, output, n_vocab);
+    batch->sampled[output] = seq;
+}
+
+void batch_fill(struct batch *batch, const struct step_plan *plan, uint32_t n_vocab)
+{
+    struct model_batch *model = &batch->model;
+
+    model->n_rows = model->n_outputs = 0;
+    model->n_seqs = plan->n;
+    for (uint32_t i = 0; i < plan->n; i++) {
+        const struct plan_entry *entry = &plan->entries[i];
+        struct sequence *seq = entry->seq;
+        batch->seqs[i] = (struct model_seq){.first_row = model->n_rows,
+                                            .n_rows = entry->n_rows,
+                                            .n_past = seq->n_computed,
+                                            .blocks = seq->held.blocks,
+                                            .n_blocks = seq->held.n_blocks};
+        memcpy(batch->ids + model->n_rows, seq->ids + seq->n_computed, entry->n_rows * sizeof *batch->ids);
+        model->n_rows += entry->n_rows;
+        if (entry->samples)
+            add_output(batch, seq, model->n_rows - 1, n_vocab);
+    }
+}

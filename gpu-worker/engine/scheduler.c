@@ -1,0 +1,246 @@
+#include "gpu-worker/engine/scheduler.h"
+#include <stdlib.h>
+#include <string.h>
+#include "gpu-worker/log.h"
+
+static const double seconds_a_level = 10;
+enum { DECODE_BACKLOG = 16 };
+
+int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err)
+{
+    *sched = (struct scheduler){.options = *options, .cache = cache};
+    sched->running = calloc(options->max_num_seqs, sizeof *sched->running);
+    if (!sched->running)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %u running sequences", options->max_num_seqs);
+    pacing_init(&sched->pacing, options->max_rows, options->fixed_chunk);
+    return 0;
+}
+
+void sched_free(struct scheduler *sched)
+{
+    free(sched->running);
+    sched->running = NULL;
+}
+
+/* ---- the order, the waiting list, the running array ----------------------------------------------------------------------- */
+
+static bool goes_before(const struct sequence *a, const struct sequence *b)
+{
+    return a->key != b->key ? a->key < b->key : a->number < b->number;
+}
+
+/* From the young end: new arrivals land there. */
+static void wait_in_order(struct scheduler *sched, struct sequence *seq)
+{
+    struct sequence *older = sched->youngest;
+    while (older && goes_before(seq, older))
+        older = older->older;
+    seq->older = older;
+    seq->younger = older ? older->younger : sched->oldest;
+    *(older ? &older->younger : &sched->oldest) = seq;
+    *(seq->younger ? &seq->younger->older : &sched->youngest) = seq;
+    seq->state = SEQUENCE_WAITING;
+    sched->n_waiting++;
+}
+
+static void leave_waiting(struct scheduler *sched, struct sequence *seq)
+{
+    *(seq->older ? &seq->older->younger : &sched->oldest) = seq->younger;
+    *(seq->younger ? &seq->younger->older : &sched->youngest) = seq->older;
+    sched->n_waiting--;
+}
+
+static void run_in_order(struct scheduler *sched, struct sequence *seq)
+{
+    uint32_t at = sched->n_running++;
+    for (; at && goes_before(seq, sched->running[at - 1]); at--)
+        sched->running[at] = sched->running[at - 1];
+    sched->running[at] = seq;
+    seq->state = SEQUENCE_RUNNING;
+}
+
+static void leave_running(struct scheduler *sched, struct sequence *seq)
+{
+    uint32_t at = 0;
+    while (sched->running[at] != seq)
+        at++;
+    sched->n_running--;
+    memmove(sched->running + at, sched->running + at + 1, (sched->n_running - at) * sizeof *sched->running);
+    cache_release(sched->cache, &seq->held);
+}
+
+void sched_add(struct scheduler *sched, struct sequence *seq, double now)
+{
+    seq->key = sched->options.priority_scheduling ? now + seconds_a_level * seq->request->params.priority : 0;
+    seq->number = sched->n_added++;
+    wait_in_order(sched, seq);
+}
+
+void sched_remove(struct scheduler *sched, struct sequence *seq)
+{
+    if (seq->state == SEQUENCE_WAITING)
+        leave_waiting(sched, seq);
+    else if (seq->state == SEQUENCE_RUNNING)
+        leave_running(sched, seq);
+    seq->state = SEQUENCE_DONE;
+}
+
+/* ---- out of blocks -------------------------------------------------------------------------------------------------------- */
+
+static void preempt(struct scheduler *sched, struct sequence *seq)
+{
+    leave_running(sched, seq);
+    seq->n_computed = 0;
+    seq->preemptions++;
+    sched->n_preemptions++;
+    wait_in_order(sched, seq);
+}
+
+static uint32_t share_duplicates(struct scheduler *sched)
+{
+    uint32_t freed = 0;
+    for (uint32_t i = 0; i < sched->n_running; i++)
+        freed += cache_share(sched->cache, &sched->running[i]->held);
+    return freed;
+}
+
+/* Room for all of the sequence's ids; the youngest pay for it. False: it was the youngest itself, and waits now. */
+static bool make_room(struct scheduler *sched, struct sequence *seq)
+{
+    while (cache_grow(sched->cache, &seq->held, seq->n_ids) < 0) {
+        if (share_duplicates(sched))
+            continue;
+        if (sched->n_running == 1)
+            log_fatal("scheduler: %u tokens do not fit the KV cache though nothing else runs", seq->n_ids);
+        struct sequence *youngest = sched->running[sched->n_running - 1];
+        preempt(sched, youngest);
+        if (youngest == seq)
+            return false;
+    }
+    return true;
+}
+
+/* ---- admission ------------------------------------------------------------------------------------------------------------ */
+
+/* The other choices of a request wait until the first has put the prompt into the cache. */
+static bool waits_for_first_choice(const struct scheduler *sched, const struct sequence *seq)
+{
+    const struct sequence *first = &seq->request->choices[0];
+    return seq != first && !sched->options.disable_prefix_caching && first->state != SEQUENCE_DONE &&
+           first->n_computed < first->n_prompt;
+}
+
+/* Blocks that have to stay over for those that run, so that the newcomer is not preempted at once. */
+static uint64_t margin(const struct scheduler *sched, const struct sequence *seq)
+{
+    return (uint64_t)sched->n_running << (seq->preemptions < 31 ? seq->preemptions : 31);
+}
+
+/* Takes the cached prefix and blocks for the rest of its ids; false and nothing held when they are short. */
+static bool admit(struct scheduler *sched, struct sequence *seq, double now)
+{
+    uint32_t size = sched->options.block_size, found = cache_match(sched->cache, &seq->held, seq->ids, seq->n_ids);
+    uint32_t need = (seq->n_ids + size - 1) / size - seq->held.n_blocks;
+
+    if (need + margin(sched, seq) > cache_available(sched->cache)) {
+        cache_release(sched->cache, &seq->held);
+        return false;
+    }
+    if (cache_grow(sched->cache, &seq->held, seq->n_ids) < 0)
+        log_fatal("scheduler: %u blocks are available but cannot be taken", cache_available(sched->cache));
+    leave_waiting(sched, seq);
+    run_in_order(sched, seq);
+    seq->n_computed = found;
+    if (!seq->admitted) {
+        seq->admitted = true;
+        seq->cached_tokens = found;
+        seq->t_admitted = now;
+    }
+    return true;
+}
+
+/* ---- the plan of a step --------------------------------------------------------------------------------------------------- */
+
+static void plan_rows(struct step_plan *plan, struct sequence *seq, uint32_t n_rows)
+{
+    bool samples = n_rows == sequence_pending(seq);
+    plan->entries[plan->n++] = (struct plan_entry){.seq = seq, .n_rows = n_rows, .samples = samples};
+    plan->n_rows += n_rows;
+    plan->n_samples += samples;
+}
+
+/* One row for each sequence that decodes. Those preempted on the way are younger, so not in the plan yet. */
+static void plan_decodes(struct scheduler *sched, struct step_plan *plan)
+{
+    for (uint32_t i = 0; i < sched->n_running; i++) {
+        struct sequence *seq = sched->running[i];
+        if (sequence_pending(seq) != 1)
+            continue;
+        if (!make_room(sched, seq))
+            break;
+        plan_rows(plan, seq, 1);
+        plan->n_decodes++;
+    }
+}
+
+/* The sequence's next prompt rows, as far as the step has room. False: the step is full. */
+static bool plan_prefill(struct scheduler *sched, struct step_plan *plan, struct sequence *seq, uint32_t *room)
+{
+    uint32_t pending = sequence_pending(seq), rows = pending < *room ? pending : *room;
+
+    if (sched->options.disable_chunked_prefill) {
+        if (pending > sched->options.max_rows - plan->n_rows)
+            return false;
+        rows = pending;
+    }
+    if (rows == 0)
+        return false;
+    plan_rows(plan, seq, rows);
+    *room -= rows < *room ? rows : *room;
+    return true;
+}
+
+/* Sequences that run and are not in the plan have prompt rows to compute. Their blocks are there since admission. */
+static bool plan_prefills(struct scheduler *sched, struct step_plan *plan, uint32_t *room)
+{
+    for (uint32_t i = 0; i < sched->n_running; i++)
+        if (sequence_pending(sched->running[i]) > 1 && !plan_prefill(sched, plan, sched->running[i], room))
+            return false;
+    return true;
+}
+
+/* In order and without overtaking, except for choices whose sibling is still computing the prompt for them. */
+static void plan_admissions(struct scheduler *sched, struct step_plan *plan, uint32_t *room, double now)
+{
+    for (struct sequence *seq = sched->oldest, *next; seq; seq = next) {
+        next = seq->younger;
+        if (sched->n_running == sched->options.max_num_seqs || *room == 0)
+            break;
+        if (waits_for_first_choice(sched, seq))
+            continue;
+        if (!admit(sched, seq, now) || !plan_prefill(sched, plan, seq, room))
+            break;
+    }
+}
+
+void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
+{
+    plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = 0;
+    plan_decodes(sched, plan);
+    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes);
+    if (plan_prefills(sched, plan, &room))
+        plan_admissions(sched, plan, &room, now);
+}
+
+uint64_t sched_backlog(const struct scheduler *sched)
+{
+    uint64_t tokens = 0;
+
+    for (uint32_t i = 0; i < sched->n_running; i++) {
+        uint32_t pending = sequence_pending(sched->running[i]);
+        tokens += pending > 1 ? pending : DECODE_BACKLOG;
+    }
+    for (const struct sequence *seq = sched->oldest; seq; seq = seq->younger)
+        tokens += seq == &seq->request->choices[0] || seq->admitted ? seq->n_ids : 1; /* other choices find the prompt cached */
+    return tokens;
+}

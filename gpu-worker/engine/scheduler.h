@@ -1,0 +1,59 @@
+/* Which sequences run, and what each computes in the next step.
+ *
+ *   waiting --admit: blocks for all its ids--> running: prefill chunks, then one decode row a step --> done
+ *      ^                                          |
+ *      +------------- preempt: out of blocks -----+   keeps its ids; computes them again, mostly from the cache
+ *
+ * One order decides everything: sequences are served oldest first, and the youngest loses its blocks first. A decode row goes
+ * before prompt rows. The oldest running sequence always gets its block, so something always advances. A sequence that was
+ * preempted k times comes back only with 2^k blocks to spare for each running one, so preemptions are bounded by the
+ * logarithm of the pool.
+ *
+ * Nothing is reserved for tokens to come. Engine thread only.
+ */
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+#include "gpu-worker/engine/pacing.h"
+#include "gpu-worker/engine/request.h"
+#include "gpu-worker/kv/cache.h"
+#include "libprompt/error.h"
+
+struct scheduler_options {
+    uint32_t max_num_seqs, max_rows, block_size, fixed_chunk;
+    bool disable_chunked_prefill, disable_prefix_caching, priority_scheduling;
+};
+
+struct scheduler {
+    struct scheduler_options options;
+    struct kv_cache *cache;
+    struct pacing pacing;
+    struct sequence *oldest, *youngest; /* waiting list, in order */
+    uint32_t n_waiting;
+    struct sequence **running; /* [n_running], in order */
+    uint32_t n_running;
+    uint64_t n_added, n_preemptions;
+};
+
+/* One sequence's part of a step: its next n_rows ids; with `samples` the logits of the last are wanted. */
+struct plan_entry {
+    struct sequence *seq;
+    uint32_t n_rows;
+    bool samples;
+};
+struct step_plan {
+    struct plan_entry *entries; /* [n], room for max_num_seqs */
+    uint32_t n, n_rows, n_samples, n_decodes;
+};
+
+int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err);
+void sched_free(struct scheduler *sched);
+/* A new sequence waits. First come, first served; with priority_scheduling a level of priority counts as 10 s of waiting, so
+ * that whatever waits runs at last. `now` in seconds. */
+void sched_add(struct scheduler *sched, struct sequence *seq, double now);
+/* Ends a sequence in any state: its blocks are free or cached when this returns. */
+void sched_remove(struct scheduler *sched, struct sequence *seq);
+/* Admits, preempts, grows block tables, and fills the plan of the next step. plan->n is 0 only when nothing runs or waits. */
+void sched_plan(struct scheduler *sched, struct step_plan *plan, double now);
+/* Prompt tokens queued or admitted and not yet computed, plus 16 a running decode. */
+uint64_t sched_backlog(const struct scheduler *sched);

@@ -1,0 +1,253 @@
+#include "gpu-worker/engine/step.h"
+#include <stdlib.h>
+#include <time.h>
+#include "gpu-worker/log.h"
+
+double step_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* ---- what the cache tells goes to the publisher ---------------------------------------------------------------------------- */
+
+/* The publisher asks for everything after a reconnect or a gap; it must come before the next event. */
+static void answer_snapshot(struct stepper *step)
+{
+    const struct kvg_hash *hashes;
+
+    if (!step->publisher || !publisher_wants_snapshot(step->publisher))
+        return;
+    size_t n = cache_snapshot(step->cache, &hashes);
+    publisher_snapshot(step->publisher, hashes, n);
+}
+
+static void on_stored(void *context, const struct kvg_hash *hash, size_t n)
+{
+    struct stepper *step = context;
+    answer_snapshot(step);
+    publisher_stored(step->publisher, hash, n);
+}
+
+static void on_evicted(void *context, const struct kvg_hash *hash, size_t n)
+{
+    struct stepper *step = context;
+    answer_snapshot(step);
+    publisher_evicted(step->publisher, hash, n);
+}
+
+/* ---- life ------------------------------------------------------------------------------------------------------------------ */
+
+int step_init(struct stepper *step, const struct step_options *options, struct kvg_error *err)
+{
+    struct cache_options cache = {.n_blocks = options->n_blocks,
+                                  .block_size = options->sched.block_size,
+                                  .disable_prefix_caching = options->sched.disable_prefix_caching};
+    int rc;
+
+    if (step->publisher)
+        cache.events = (struct cache_events){.stored = on_stored, .evicted = on_evicted, .context = step};
+    step->n_vocab = options->n_vocab;
+    step->max_rows = options->sched.max_rows;
+    if ((rc = cache_open(&step->cache, &cache, err)) < 0 ||
+        (rc = sched_init(&step->sched, &options->sched, step->cache, err)) < 0 ||
+        (rc = batch_init(&step->batch, options->sched.max_rows, options->sched.max_num_seqs, err)) < 0)
+        return rc;
+    step->plan.entries = calloc(options->sched.max_num_seqs, sizeof *step->plan.entries);
+    step->output.piece = malloc(options->longest_piece + 8);
+    if (!step->plan.entries || !step->output.piece)
+        return kvg_fail(err, KVG_NOMEM, "no memory for the step's tables");
+    return 0;
+}
+
+void step_free(struct stepper *step)
+{
+    free(step->plan.entries);
+    free(step->output.piece);
+    batch_free(&step->batch);
+    sched_free(&step->sched);
+    cache_close(step->cache);
+}
+
+/* ---- events ---------------------------------------------------------------------------------------------------------------- */
+
+static void count_finish(struct stepper *step, const struct sequence *seq, enum engine_finish finish, double now)
+{
+    struct engine_metrics *m = step->metrics;
+
+    m->finished_stop += finish == FINISH_STOP;
+    m->finished_length += finish == FINISH_LENGTH;
+    m->finished_abort += finish == FINISH_ABORT || finish == FINISH_ERROR;
+    if (finish != FINISH_STOP && finish != FINISH_LENGTH)
+        return;
+    histogram_add(&m->e2e_time, now - seq->request->t_submitted);
+    if (seq->t_first > 0)
+        histogram_add(&m->decode_time, now - seq->t_first);
+}
+
+/* Hands the event to the client's sink. After the last one of a choice its blocks are already free; after the last one of the
+ * request, the request is gone. */
+static void emit(struct stepper *step, struct sequence *seq, struct engine_event *event, double now)
+{
+    struct request *request = seq->request;
+
+    if (event->finish != FINISH_NONE) {
+        sched_remove(&step->sched, seq);
+        count_finish(step, seq, event->finish, now);
+        event->last_choice = --request->n_open == 0;
+    }
+    request->sink(request->context, event);
+    if (event->last_choice)
+        step->ended(step->context, request);
+}
+
+void step_add(struct stepper *step, struct request *request)
+{
+    struct engine_event event;
+    double now = step_now();
+
+    for (uint32_t i = 0, n = request->n_choices; i < n; i++) {
+        struct sequence *seq = &request->choices[i];
+        if (seq->n_ids < seq->limit) {
+            sched_add(&step->sched, seq, request->t_submitted);
+            continue;
+        }
+        output_end(seq, FINISH_LENGTH, NULL, &event); /* max_tokens 0 */
+        emit(step, seq, &event, now);
+    }
+}
+
+void step_abort(struct stepper *step, struct request *request, enum engine_finish finish, const char *error)
+{
+    struct engine_event event;
+    double now = step_now();
+
+    for (uint32_t i = 0, n = request->n_choices; i < n; i++) {
+        struct sequence *seq = &request->choices[i];
+        if (seq->state == SEQUENCE_DONE)
+            continue;
+        output_end(seq, finish, error, &event);
+        emit(step, seq, &event, now);
+        if (event.last_choice)
+            return; /* gone */
+    }
+}
+
+static void count_token(struct stepper *step, struct sequence *seq, double now)
+{
+    struct engine_metrics *m = step->metrics;
+
+    m->generation_tokens++;
+    if (seq->t_first == 0) {
+        seq->t_first = now;
+        histogram_add(&m->ttft, now - seq->request->t_submitted);
+        histogram_add(&m->prefill_time, now - seq->t_admitted);
+    } else {
+        histogram_add(&m->inter_token, now - seq->t_last);
+    }
+    seq->t_last = now;
+}
+
+/* ---- the step -------------------------------------------------------------------------------------------------------------- */
+
+/* A sequence in its first step: what it found in the cache. */
+static void count_admission(struct stepper *step, struct sequence *seq)
+{
+    struct engine_metrics *m = step->metrics;
+
+    seq->counted = true;
+    m->prompt_tokens += seq->n_prompt;
+    m->prefix_query_tokens += step->sched.options.disable_prefix_caching ? 0 : seq->n_prompt;
+    m->prefix_hit_tokens += seq->cached_tokens;
+    histogram_add(&m->queue_time, seq->t_admitted - seq->request->t_submitted);
+}
+
+static void count_plan(struct stepper *step)
+{
+    const struct step_plan *plan = &step->plan;
+    struct engine_metrics *m = step->metrics;
+
+    for (uint32_t i = 0; i < plan->n; i++)
+        if (!plan->entries[i].seq->counted)
+            count_admission(step, plan->entries[i].seq);
+    m->steps++;
+    m->computed_prompt_tokens += plan->n_rows - plan->n_decodes;
+    histogram_add(&m->rows_per_forward, plan->n_rows);
+    histogram_add(&m->sequences_per_forward, plan->n);
+    histogram_add(&m->batch_utilization, (double)plan->n_rows / step->max_rows);
+}
+
+static void forward_and_sample(struct stepper *step)
+{
+    struct batch *batch = &step->batch;
+    struct kvg_error err;
+
+    if (model_forward(step->model, &batch->model, &err) < 0)
+        log_fatal("engine: forward of %u rows: %s", batch->model.n_rows, err.message);
+    if (batch->model.n_outputs && model_sample(step->model, batch->samples, batch->model.n_outputs, batch->results, &err) < 0)
+        log_fatal("engine: sampling of %u rows: %s", batch->model.n_outputs, err.message);
+}
+
+/* The rows of the plan are computed: full blocks enter the tree before any client hears of the step. */
+static void store(struct stepper *step)
+{
+    for (uint32_t i = 0; i < step->plan.n; i++) {
+        struct sequence *seq = step->plan.entries[i].seq;
+        seq->n_computed += step->plan.entries[i].n_rows;
+        cache_store(step->cache, &seq->held, seq->ids, seq->n_computed);
+    }
+}
+
+static void emit_tokens(struct stepper *step, double now)
+{
+    struct engine_event event;
+
+    for (uint32_t i = 0; i < step->batch.model.n_outputs; i++) {
+        struct sequence *seq = step->batch.sampled[i];
+        count_token(step, seq, now);
+        output_commit(&step->output, seq, &step->batch.results[i], &event);
+        emit(step, seq, &event, now);
+    }
+}
+
+void step_run(struct stepper *step)
+{
+    double start = step_now();
+
+    sched_plan(&step->sched, &step->plan, start);
+    if (step->plan.n == 0)
+        log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
+    batch_fill(&step->batch, &step->plan, step->n_vocab);
+    forward_and_sample(step);
+    double now = step_now();
+    pacing_observe(&step->sched.pacing, step->plan.n_rows - step->plan.n_decodes, step->plan.n_decodes, now - start);
+    count_plan(step);
+    store(step);
+    emit_tokens(step, now);
+}
+
+void step_report(struct stepper *step)
+{
+    struct engine_metrics *m = step->metrics;
+    struct cache_counts counts;
+    uint64_t backlog = sched_backlog(&step->sched);
+
+    cache_counts(step->cache, &counts);
+    m->running = step->sched.n_running;
+    m->waiting = step->sched.n_waiting;
+    m->blocks_total = counts.total;
+    m->blocks_used = counts.used;
+    m->blocks_cached = counts.cached;
+    m->evicted_blocks = counts.evicted;
+    m->preemptions = step->sched.n_preemptions;
+    m->backlog_tokens = backlog;
+    if (!step->publisher)
+        return;
+    answer_snapshot(step);
+    publisher_report(step->publisher, &(struct publisher_load){.running = step->sched.n_running,
+                                                               .waiting = step->sched.n_waiting,
+                                                               .blocks_used = counts.used,
+                                                               .blocks_total = counts.total,
+                                                               .backlog = backlog});
+}

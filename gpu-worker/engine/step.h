@@ -1,0 +1,48 @@
+/* One step of the engine: schedule -> batch -> forward -> sample -> emit. Engine thread only; allocates nothing after
+ * step_init.
+ */
+#pragma once
+#include <stdbool.h>
+#include "gpu-worker/engine/batch.h"
+#include "gpu-worker/engine/output.h"
+#include "gpu-worker/engine/scheduler.h"
+#include "gpu-worker/kv/cache.h"
+#include "gpu-worker/kv/publish.h"
+#include "gpu-worker/metrics.h"
+
+struct stepper {
+    struct model *model;
+    struct publisher *publisher; /* may be NULL */
+    struct kv_cache *cache;
+    struct scheduler sched;
+    struct step_plan plan;
+    struct batch batch;
+    struct output output;
+    struct engine_metrics *metrics;
+    uint32_t n_vocab, max_rows;
+    void (*ended)(void *context, struct request *request); /* after its last event: the request may go */
+    void *context;
+};
+
+struct step_options {
+    struct scheduler_options sched;
+    uint32_t n_blocks;
+    uint32_t n_vocab;     /* ids that may be drawn */
+    size_t longest_piece; /* bytes of one token's text */
+};
+
+/* step->model, publisher, metrics, ended, context and output.vocab are set by the caller before. 0 or an error. */
+int step_init(struct stepper *step, const struct step_options *options, struct kvg_error *err);
+void step_free(struct stepper *step);
+
+double step_now(void); /* seconds, monotonic */
+void step_add(struct stepper *step, struct request *request);
+/* Ends what is open of the request: FINISH_ABORT, or FINISH_ERROR with a text. Its blocks are free when this returns. */
+void step_abort(struct stepper *step, struct request *request, enum engine_finish finish, const char *error);
+static inline bool step_has_work(const struct stepper *step)
+{
+    return step->sched.n_running || step->sched.n_waiting;
+}
+void step_run(struct stepper *step);
+/* Gauges, and the load for the publisher's heartbeat: after each step and now and then while idle. */
+void step_report(struct stepper *step);
