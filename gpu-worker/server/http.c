@@ -81,6 +81,8 @@ static int on_headers_complete(http_parser *parser)
     request->method = parser->method;
     request->http10 = parser->http_major < 1 || (parser->http_major == 1 && parser->http_minor == 0);
     request->keep_alive = http_should_keep_alive(parser);
+    if (parser->http_major > 1)
+        return refuse(reader, 505, "only HTTP/1.0 and HTTP/1.1 are spoken here");
     struct kvg_str expect = http_header(request, "expect");
     request->expect_continue = !request->http10 && expect.len == 12 && strncasecmp(expect.bytes, "100-continue", 12) == 0;
     if (expect.bytes && !request->expect_continue && !request->http10)
