@@ -6,7 +6,7 @@
 -- ARGV[3]  'count' = the number of claims in this chunk, instead of the claims
 --
 -- Reply    {next cursor, or 'end', and then the first 20 hex digits of each block's hash, or their number}
---          {'end'} alone when the worker is not live
+--          {'not live'} when the worker is not
 --
 -- A call looks at 4,096 of the 65,536 buckets, or fewer once it saw 2,000 fields, so that it never holds Redis up. Reads
 -- only. Claims that change between two calls may be missed, or told though they are gone.
@@ -16,7 +16,7 @@ local BUCKETS, FIELDS = 4096, 2000
 local base = string.sub(KEYS[1], 1, -5)
 local lease = redis.call('HGET', base .. 'w:' .. ARGV[1], 'lease')
 if not lease then
-    return {'end'}
+    return {'not live'}
 end
 local cursor = tonumber(ARGV[2] or 0)
 local last = math.min(cursor + BUCKETS, 65536)

@@ -13,15 +13,15 @@
 struct publisher;
 
 struct publisher_options {
-    const char *redis;     /* redis://[user:password@]host[:port][/db] or unix:/path */
-    const char *prefix;    /* "kvgate:" */
+    const char *redis;  /* redis://[user:password@]host[:port][/db] or unix:/path */
+    const char *prefix; /* "kvgate:" */
     const char *model;
     const char *worker_id;
-    const char *addr;      /* advertised: numeric IP:port or unix:/path */
+    const char *addr; /* advertised: numeric IP:port or unix:/path */
     const char *version;
     struct kvg_hash fingerprint;
     uint32_t block_size;
-    size_t queue_blocks;   /* events the queue can hold; 0 = 65,536 */
+    size_t queue_blocks; /* events the queue can hold; 0 = 65,536 */
     /* Called on the publisher's thread when another process has taken this worker id: the worker must exit. */
     void (*superseded)(void *context);
     void *context;

@@ -1,0 +1,113 @@
+#include "gpu-worker/kv/publish_link.h"
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+static const struct timeval TIMEOUT = {LINK_TIMEOUT_MS / 1000, LINK_TIMEOUT_MS % 1000 * 1000};
+
+static void lost(struct publish_link *link)
+{
+    const redisContext *c = link->context;
+    if (c && c->err == REDIS_ERR_IO && (errno == EAGAIN || errno == EWOULDBLOCK))
+        snprintf(link->why, sizeof link->why, "no reply within %d ms", LINK_TIMEOUT_MS);
+    else
+        snprintf(link->why, sizeof link->why, "%s", c ? c->errstr : "out of memory");
+    link_close(link);
+}
+
+void link_close(struct publish_link *link)
+{
+    if (link->context)
+        redisFree(link->context);
+    link->context = NULL;
+}
+
+static redisReply *command(struct publish_link *link, int argc, const char **argv, const size_t *lens)
+{
+    errno = 0;
+    redisReply *reply = redisCommandArgv(link->context, argc, argv, lens);
+    if (!reply)
+        lost(link);
+    return reply;
+}
+
+/* A command of the handshake, which must succeed. */
+static int must(struct publish_link *link, int argc, const char **argv)
+{
+    redisReply *reply = command(link, argc, argv, NULL);
+    if (!reply)
+        return -1;
+    int failed = reply->type == REDIS_REPLY_ERROR;
+    if (failed) {
+        snprintf(link->why, sizeof link->why, "%s: %s", argv[0], reply->str);
+        link_close(link);
+    }
+    freeReplyObject(reply);
+    return failed ? -1 : 0;
+}
+
+static int authenticate(struct publish_link *link)
+{
+    const char *with_user[] = {"AUTH", link->url.user, link->url.password}, *alone[] = {"AUTH", link->url.password};
+    if (!link->url.password[0])
+        return 0;
+    return link->url.user[0] ? must(link, 3, with_user) : must(link, 2, alone);
+}
+
+static int select_db(struct publish_link *link)
+{
+    char db[16];
+    const char *argv[] = {"SELECT", db};
+    snprintf(db, sizeof db, "%d", link->url.db);
+    return link->url.db ? must(link, 2, argv) : 0;
+}
+
+/* INFO rather than CONFIG GET, which managed services forbid. Not being told is no error. */
+static int read_policy(struct publish_link *link)
+{
+    const char *argv[] = {"INFO", "memory"};
+    redisReply *reply = command(link, 2, argv, NULL);
+    link->policy[0] = '\0';
+    if (!reply)
+        return -1;
+    const char *at = reply->type == REDIS_REPLY_STRING ? strstr(reply->str, "maxmemory_policy:") : NULL;
+    if (at)
+        sscanf(at, "maxmemory_policy:%47[a-z-]", link->policy);
+    freeReplyObject(reply);
+    return 0;
+}
+
+int link_open(struct publish_link *link, const char *name)
+{
+    const char *setname[] = {"CLIENT", "SETNAME", name};
+    link_close(link);
+    errno = 0;
+    link->context = link->url.path[0] ? redisConnectUnixWithTimeout(link->url.path, TIMEOUT)
+                                      : redisConnectWithTimeout(link->url.host, link->url.port, TIMEOUT);
+    if (!link->context || link->context->err || redisSetTimeout(link->context, TIMEOUT) != REDIS_OK) {
+        lost(link);
+        return -1;
+    }
+    return authenticate(link) || select_db(link) || must(link, 3, setname) || read_policy(link) ? -1 : 0;
+}
+
+redisReply *link_call(struct publish_link *link, enum kvg_script_id script, const char *meta, size_t n_args,
+                      const char *const *args, const size_t *lens)
+{
+    const struct kvg_script *code = kvg_script(script);
+    const char *argv[4 + LINK_ARGS_MAX] = {"EVALSHA", code->sha1, "1", meta};
+    size_t len[4 + LINK_ARGS_MAX] = {7, strlen(code->sha1), 1, strlen(meta)};
+    for (size_t i = 0; i < n_args; i++) {
+        argv[4 + i] = args[i];
+        len[4 + i] = lens ? lens[i] : strlen(args[i]);
+    }
+    redisReply *reply = command(link, (int)(4 + n_args), argv, len);
+    if (!reply || reply->type != REDIS_REPLY_ERROR || strncmp(reply->str, "NOSCRIPT", 8))
+        return reply;
+    freeReplyObject(reply);
+    argv[0] = "EVAL";
+    len[0] = 4;
+    argv[1] = code->source;
+    len[1] = code->len;
+    return command(link, (int)(4 + n_args), argv, len);
+}

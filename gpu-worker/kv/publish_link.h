@@ -1,0 +1,25 @@
+/* One connection to Redis for the publisher's thread: connect, authenticate, call scripts. Every call ends within a second. */
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+#include <hiredis/hiredis.h>
+#include "redis-schemas/keys.h"
+#include "redis-schemas/url.h"
+
+enum { LINK_TIMEOUT_MS = 1000, LINK_ARGS_MAX = 12 };
+
+struct publish_link {
+    struct kvg_redis_url url;
+    redisContext *context; /* NULL = not connected */
+    char why[256];         /* why the last call gave no reply */
+    char policy[48];       /* maxmemory-policy as Redis told it at link_open, "" where it does not tell */
+};
+
+/* Connects, AUTH, SELECT, CLIENT SETNAME <name>. 0, or -1 with link->why. */
+int link_open(struct publish_link *link, const char *name);
+void link_close(struct publish_link *link);
+
+/* The script with KEYS[1] = meta and args: EVALSHA, then EVAL where Redis does not know it. The reply is the caller's
+ * (freeReplyObject), errors that Redis answers included; NULL when the connection is lost: it is closed, link->why says why. */
+redisReply *link_call(struct publish_link *link, enum kvg_script_id script, const char *meta, size_t n_args,
+                      const char *const *args, const size_t *lens);
