@@ -150,18 +150,17 @@ static void map_bytes(struct kvg_tokenizer *tokenizer)
 
 static int rank_byte_pairs(struct kvg_tokenizer *tokenizer, struct kvg_error *err)
 {
-    uint32_t *ranks;
+    uint32_t *ranks = malloc(65536 * sizeof *ranks);
 
-    for (int byte = 0; byte < 256; byte++) {
-        if (tokenizer->byte_ids[byte] == KVG_NO_TOKEN)
-            return 0; /* the slower path knows what to do with unknown bytes */
-    }
-    ranks = malloc(65536 * sizeof *ranks);
     if (!ranks)
         return kvg_fail(err, KVG_NOMEM, "tokenizer: out of memory");
-    for (int pair = 0; pair < 65536; pair++)
-        ranks[pair] = kvg_merges_rank(&tokenizer->merges, tokenizer->byte_ids[pair >> 8], tokenizer->byte_ids[pair & 255]);
     tokenizer->merges.byte_ranks = ranks;
+    for (int pair = 0; pair < 65536; pair++) {
+        uint32_t left = tokenizer->byte_ids[pair >> 8], right = tokenizer->byte_ids[pair & 255];
+        bool known = left != KVG_NO_TOKEN && right != KVG_NO_TOKEN;
+        ranks[pair] = known ? kvg_merges_rank(&tokenizer->merges, left, right) : KVG_NO_RANK;
+        tokenizer->lacks_bytes = tokenizer->lacks_bytes || !known;
+    }
     return 0;
 }
 

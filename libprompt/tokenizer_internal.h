@@ -130,6 +130,7 @@ struct kvg_tokenizer {
     enum kvg_family family;
     const struct kvg_pre *pre; /* NULL for SentencePiece */
     bool add_space_prefix;
+    bool lacks_bytes; /* a byte-level vocabulary without a token for some byte */
     uint32_t unk;
     struct kvg_vocab vocab;
     struct kvg_words words;

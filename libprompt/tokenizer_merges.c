@@ -326,21 +326,24 @@ static void emit_symbol(const struct kvg_tokenizer *tokenizer, uint32_t id, cons
     }
 }
 
-/* Splits the word into its first symbols: bytes, or characters. Returns how many. */
+/* Splits the word into its first symbols: bytes, or characters. Returns how many. A byte that a byte-level vocabulary lacks
+ * vanishes and its neighbours meet, as in the reference. */
 static size_t first_symbols(const struct kvg_tokenizer *tokenizer, const uint8_t *word, size_t n, uint32_t *ids, uint32_t *spans)
 {
     size_t count = 0;
 
-    for (size_t i = 0; i < n; count++) {
+    for (size_t i = 0; i < n;) {
         unsigned len = 1;
         uint32_t id = tokenizer->byte_ids[word[i]];
         if (tokenizer->family == KVG_SENTENCE_PIECE) {
             kvg_decode(word + i, word + n, &len);
             id = kvg_words_find(&tokenizer->words, word + i, len);
         }
-        ids[count] = id == KVG_NO_TOKEN ? UNKNOWN_SYMBOL : id;
-        spans[count] = len;
         i += len;
+        if (id == KVG_NO_TOKEN && tokenizer->family == KVG_BYTE_LEVEL)
+            continue;
+        ids[count] = id == KVG_NO_TOKEN ? UNKNOWN_SYMBOL : id;
+        spans[count++] = len;
     }
     return count;
 }
@@ -364,7 +367,7 @@ static int encode_long(const struct kvg_tokenizer *tokenizer, const uint8_t *wor
     w.previous = block + 3 * n;
     count = first_symbols(tokenizer, word, n, w.ids, w.spans);
     merge_long(&tokenizer->merges, &w, count);
-    for (uint32_t i = 0; i != NO_SYMBOL; i = w.next[i]) {
+    for (uint32_t i = count ? 0 : NO_SYMBOL; i != NO_SYMBOL; i = w.next[i]) {
         emit_symbol(tokenizer, w.ids[i], word, w.spans[i], out);
         word += w.spans[i];
     }
@@ -373,7 +376,16 @@ static int encode_long(const struct kvg_tokenizer *tokenizer, const uint8_t *wor
     return 0;
 }
 
-/* A byte-level word whose 256 bytes all have tokens: the ranks of the first pairs come from a table. */
+static bool lacks_bytes(const struct kvg_tokenizer *tokenizer, const uint8_t *word, size_t n)
+{
+    for (size_t i = 0; tokenizer->lacks_bytes && i < n; i++) {
+        if (tokenizer->byte_ids[word[i]] == KVG_NO_TOKEN)
+            return true;
+    }
+    return false;
+}
+
+/* A byte-level word whose bytes all have tokens: the ranks of the first pairs come from a table. */
 static size_t merge_bytes(const struct kvg_tokenizer *tokenizer, const uint8_t *word, size_t n, uint32_t *ids)
 {
     uint32_t ranks[SHORT_SYMBOLS];
@@ -390,7 +402,7 @@ static int encode_short(const struct kvg_tokenizer *tokenizer, const uint8_t *wo
     uint32_t ids[SHORT_SYMBOLS], spans[SHORT_SYMBOLS], ranks[SHORT_SYMBOLS];
     size_t count;
 
-    if (tokenizer->merges.byte_ranks) {
+    if (tokenizer->merges.byte_ranks && !lacks_bytes(tokenizer, word, n)) {
         out->n += merge_bytes(tokenizer, word, n, out->ids + out->n);
         return 0;
     }
