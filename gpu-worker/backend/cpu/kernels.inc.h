@@ -150,11 +150,11 @@ V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct 
     for (uint32_t tile = first; tile < end; tile += ACTS_TILE) {
         uint32_t height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE, r = 0;
         uint32_t stop = end - tile < height ? end - tile : height;
-#define QUANT_ROWS(n)                                                                                                                  \
-    for (; r + (n) <= stop; r += (n)) {                                                                                                \
-        quant_rows(bits, scales, offset, panel, groups, a, tile * groups + r, height, (n), acc);                                       \
-        for (uint32_t i = 0; i < (n); i++)                                                                                             \
-            store_panel(store, tile + r + i, p, n_valid, acc[i]);                                                                      \
+#define QUANT_ROWS(n)                                                                                                            \
+    for (; r + (n) <= stop; r += (n)) {                                                                                          \
+        quant_rows(bits, scales, offset, panel, groups, a, tile *groups + r, height, (n), acc);                                  \
+        for (uint32_t i = 0; i < (n); i++)                                                                                       \
+            store_panel(store, tile + r + i, p, n_valid, acc[i]);                                                                \
     }
         if (V_ROWS >= 4)
             QUANT_ROWS(V_ROWS < 4 ? 1 : 4)
@@ -188,33 +188,33 @@ V_INLINE void float_rows(enum panel_kind kind, const uint8_t *panel, const struc
     }
 }
 
-V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                          const struct panel_store *store)
+V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first,
+                          uint32_t end, const struct panel_store *store)
 {
     const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
     uint32_t n_valid = w->rows - p * PANEL_ROWS, row = first;
     v16 acc[V_ROWS][2];
-#define FLOAT_ROWS(n)                                                                                                                  \
-    for (; row + (n) <= end; row += (n)) {                                                                                             \
-        float_rows(kind, panel, a, row, (n), acc);                                                                                     \
-        for (uint32_t i = 0; i < (n); i++)                                                                                             \
-            store_panel(store, row + i, p, n_valid, acc[i]);                                                                           \
+#define FLOAT_ROWS(n)                                                                                                            \
+    for (; row + (n) <= end; row += (n)) {                                                                                       \
+        float_rows(kind, panel, a, row, (n), acc);                                                                               \
+        for (uint32_t i = 0; i < (n); i++)                                                                                       \
+            store_panel(store, row + i, p, n_valid, acc[i]);                                                                     \
     }
     FLOAT_ROWS(V_ROWS)
     FLOAT_ROWS(1)
 }
 
-#define PANEL_ARGS                                                                                                                     \
+#define PANEL_ARGS                                                                                                               \
     const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store
-#define QUANT_PANEL(name, bits, scales)                                                                                                \
-    static void name(PANEL_ARGS)                                                                                                       \
-    {                                                                                                                                  \
-        quant_panel(bits, scales, w, p, a, first, end, store);                                                                         \
+#define QUANT_PANEL(name, bits, scales)                                                                                          \
+    static void name(PANEL_ARGS)                                                                                                 \
+    {                                                                                                                            \
+        quant_panel(bits, scales, w, p, a, first, end, store);                                                                   \
     }
-#define FLOAT_PANEL(name, kind)                                                                                                        \
-    static void name(PANEL_ARGS)                                                                                                       \
-    {                                                                                                                                  \
-        float_panel(kind, w, p, a, first, end, store);                                                                                 \
+#define FLOAT_PANEL(name, kind)                                                                                                  \
+    static void name(PANEL_ARGS)                                                                                                 \
+    {                                                                                                                            \
+        float_panel(kind, w, p, a, first, end, store);                                                                           \
     }
 FLOAT_PANEL(panel_f32, PANEL_F32)
 FLOAT_PANEL(panel_f16, PANEL_F16)
@@ -254,14 +254,15 @@ static void silu_mul(float *gate, const float *up, size_t n)
     }
 }
 
+/* FMAs are written out: gcc 12 makes vfmaddsub of x * c - y * s, x * s + y * c even under -ffp-contract=off. */
 static void rotate(float *head, const float *angles, uint32_t rotated, enum rope_style style)
 {
     uint32_t half = rotated / 2;
     for (uint32_t i = 0; i < half; i++) {
         uint32_t a = style == ROPE_INTERLEAVED ? 2 * i : i, b = style == ROPE_INTERLEAVED ? 2 * i + 1 : i + half;
         float c = angles[2 * i], s = angles[2 * i + 1], x = head[a], y = head[b];
-        head[a] = x * c - y * s;
-        head[b] = x * s + y * c;
+        head[a] = fmaf(x, c, -(y * s));
+        head[b] = fmaf(x, s, y * c);
     }
 }
 
@@ -301,7 +302,8 @@ V_INLINE struct key_pages find_pages(const struct attention_tile *tile, uint32_t
 }
 
 /* p[row][16 (page + j)..] = q[row] . k for n rows and m pages; each lane (a key) sums over head_dim in order. */
-V_INLINE void score_pages(struct attention_scratch *s, const uint16_t *const *k, uint32_t page, uint32_t head_dim, uint32_t row, int n, int m)
+V_INLINE void score_pages(struct attention_scratch *s, const uint16_t *const *k, uint32_t page, uint32_t head_dim, uint32_t row,
+                          int n, int m)
 {
     v16 acc[V_ATTENTION_ROWS][4];
     for (int r = 0; r < n; r++)
@@ -320,7 +322,8 @@ V_INLINE void score_pages(struct attention_scratch *s, const uint16_t *const *k,
             v16_store(s->p[row + (uint32_t)r] + (page + (uint32_t)j) * KV_PAGE, acc[r][j]);
 }
 
-V_INLINE void scores(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, int width)
+V_INLINE void scores(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n,
+                     int width)
 {
     uint32_t page = 0;
     if (width >= 4)
@@ -334,7 +337,8 @@ V_INLINE void scores(struct attention_scratch *s, const struct key_pages *pages,
 }
 
 /* o[row] = o[row] * f[row] + sum over keys p[row][key] v[key], for n rows and m vectors of 16 dimensions from dimension d. */
-V_INLINE void add_values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, uint32_t d, int m)
+V_INLINE void add_values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n,
+                         uint32_t d, int m)
 {
     v16 acc[V_ATTENTION_ROWS][4];
     for (int r = 0; r < n; r++)
@@ -356,7 +360,8 @@ V_INLINE void add_values(struct attention_scratch *s, const struct key_pages *pa
             v16_store(s->o[row + (uint32_t)r] + d + 16 * j, acc[r][j]);
 }
 
-V_INLINE void values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n, int width)
+V_INLINE void values(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n,
+                     int width)
 {
     uint32_t d = 0;
     if (width >= 4)
@@ -369,8 +374,8 @@ V_INLINE void values(struct attention_scratch *s, const struct key_pages *pages,
         add_values(s, pages, head_dim, row, n, d, 1);
 }
 
-/* One row of online softmax (Milakov and Gimelshein 2018) over a tile of 64 keys of which it sees the first n. A row that sees none stays
- * as it is. */
+/* One row of online softmax (Milakov and Gimelshein 2018) over a tile of 64 keys of which it sees the first n. A row that sees
+ * none stays as it is. */
 V_INLINE void softmax_row(struct attention_scratch *s, uint32_t row, int n)
 {
     v16 x[KEY_TILE / 16], lowest = v16_set1(-1e30f), zero = v16_set1(0);
@@ -394,16 +399,32 @@ V_INLINE int page_width(int rows)
     return registers / rows >= 4 ? 4 : registers / rows >= 2 ? 2 : 1;
 }
 
-#define ROW_CASES(call)                                                                                                                \
-    switch (n) {                                                                                                                       \
-    case 1: call(1); break;                                                                                                            \
-    case 2: call(V_ATTENTION_ROWS < 2 ? 1 : 2); break;                                                                                 \
-    case 3: call(V_ATTENTION_ROWS < 3 ? 1 : 3); break;                                                                                 \
-    case 4: call(V_ATTENTION_ROWS < 4 ? 1 : 4); break;                                                                                 \
-    case 5: call(V_ATTENTION_ROWS < 5 ? 1 : 5); break;                                                                                 \
-    case 6: call(V_ATTENTION_ROWS < 6 ? 1 : 6); break;                                                                                 \
-    case 7: call(V_ATTENTION_ROWS < 7 ? 1 : 7); break;                                                                                 \
-    default: call(V_ATTENTION_ROWS < 8 ? 1 : 8); break;                                                                                \
+#define ROW_CASES(call)                                                                                                          \
+    switch (n) {                                                                                                                 \
+    case 1:                                                                                                                      \
+        call(1);                                                                                                                 \
+        break;                                                                                                                   \
+    case 2:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 2 ? 1 : 2);                                                                                      \
+        break;                                                                                                                   \
+    case 3:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 3 ? 1 : 3);                                                                                      \
+        break;                                                                                                                   \
+    case 4:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 4 ? 1 : 4);                                                                                      \
+        break;                                                                                                                   \
+    case 5:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 5 ? 1 : 5);                                                                                      \
+        break;                                                                                                                   \
+    case 6:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 6 ? 1 : 6);                                                                                      \
+        break;                                                                                                                   \
+    case 7:                                                                                                                      \
+        call(V_ATTENTION_ROWS < 7 ? 1 : 7);                                                                                      \
+        break;                                                                                                                   \
+    default:                                                                                                                     \
+        call(V_ATTENTION_ROWS < 8 ? 1 : 8);                                                                                      \
+        break;                                                                                                                   \
     }
 
 static void score_rows(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n)

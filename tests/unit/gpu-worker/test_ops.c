@@ -1,0 +1,493 @@
+/* Every operation of the CPU backend, on every instruction set this CPU has, against plain code in double; and row-invariance:
+ * the bits of a row are the same at every number of rows, threads, chunk and block placement. Instruction sets give the same
+ * bits, too. */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+#include "gpu-worker/backend/cpu/cpu.h"
+#include "gpu-worker/quant/f16.h"
+
+enum { MOST_ROWS = 128, N = 70, MAX_K = 768 };
+
+static const char *const isas[] = {"generic", "avx2", "avx512"};
+static uint32_t state = 1;
+
+static uint32_t next_random(void)
+{
+    state ^= state << 13;
+    state ^= state >> 17;
+    state ^= state << 5;
+    return state;
+}
+
+static float random_float(void)
+{
+    return (float)(int32_t)next_random() * 0x1p-31f;
+}
+
+/* NULL where the CPU lacks the set. */
+static struct cpu_backend *open_backend(const char *isa, uint32_t threads)
+{
+    struct backend *backend;
+    struct backend_options options = {isa, threads, MOST_ROWS * 2, MOST_ROWS, MOST_ROWS};
+    struct kvg_error err;
+    int rc = cpu_backend_open(&backend, &options, &err);
+    if (rc == KVG_UNSUPPORTED)
+        return NULL;
+    assert_int_equal(rc, 0);
+    return cpu_of(backend);
+}
+
+static void close_backend(struct cpu_backend *cpu)
+{
+    cpu->base.ops->close(&cpu->base);
+}
+
+static struct tensor *activation(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
+{
+    struct tensor *tensor;
+    assert_int_equal(cpu->base.ops->activation(&cpu->base, &tensor, rows, cols, NULL), 0);
+    return tensor;
+}
+
+static struct tensor *vector_of(struct cpu_backend *cpu, const float *values, uint32_t n)
+{
+    struct tensor *tensor;
+    struct backend_weight weight = {&quant_f32, values, 1, n};
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_VECTOR, NULL), 0);
+    return tensor;
+}
+
+/* ---- matmul ---- */
+
+/* Random rows of a format with scales near 2^-6. */
+static uint8_t *random_rows(const struct quant_format *format, uint32_t rows, uint32_t cols)
+{
+    size_t n = rows * quant_row_bytes(format, cols);
+    uint8_t *data = malloc(n);
+    for (size_t i = 0; i < n; i++)
+        data[i] = (uint8_t)(next_random() >> 7);
+    for (size_t b = 0; b < n; b += format->block_bytes) {
+        uint16_t d = (uint16_t)(0x2400 + next_random() % 512), m = (uint16_t)(0xa000 + next_random() % 512);
+        if (format == &quant_f32) {
+            float value = random_float();
+            memcpy(data + b, &value, 4);
+        } else if (format == &quant_f16 || format == &quant_bf16) {
+            uint16_t value = format == &quant_f16 ? f32_to_f16(random_float()) : (uint16_t)(f32_bits(random_float()) >> 16);
+            memcpy(data + b, &value, 2);
+        } else if (format == &quant_q6_k) {
+            memcpy(data + b + 208, &d, 2);
+        } else {
+            memcpy(data + b, &d, 2);
+            if (format->scales == QUANT_SCALE_MIN || format->scales == QUANT_SUPER_MIN)
+                memcpy(data + b + 2, &m, 2);
+        }
+    }
+    return data;
+}
+
+/* What the definition of matmul allows: rounding of x to d/2 per value (none for float weights), plus f32 sums. */
+static void check_against_double(const struct quant_format *format, const uint8_t *rows, uint32_t cols, const float *x,
+                                 const float *bias, const float *out)
+{
+    static float w[MAX_K];
+    for (uint32_t n = 0; n < N; n++) {
+        quant_decode(format, rows + n * quant_row_bytes(format, cols), w, cols);
+        for (uint32_t m = 0; m < MOST_ROWS; m += 9) {
+            double sum = bias[n], rounding = 0, terms = 0;
+            for (uint32_t g = 0; g < cols; g += QUANT_GROUP) {
+                double amax = 0, weights = 0;
+                for (uint32_t k = g; k < g + QUANT_GROUP; k++) {
+                    double product = (double)x[m * cols + k] * w[k];
+                    sum += product;
+                    terms += fabs(product);
+                    amax = fmax(amax, fabs((double)x[m * cols + k]));
+                    weights += fabs((double)w[k]);
+                }
+                rounding += amax / 254 * 1.0001 * weights;
+            }
+            double bound = (format->scales == QUANT_FLOAT ? 0 : rounding) + 1e-5 * (terms + fabs((double)bias[n]));
+            if (fabs((double)out[m * N + n] - sum) > bound)
+                fail_msg("%s row %u output %u: %g, expected %g within %g", format->name, m, n, (double)out[m * N + n], sum,
+                         bound);
+        }
+    }
+}
+
+/* The quantized product once more, by its definition: integers, then groups in order, in double. */
+static void check_against_rule(const struct quant_format *format, const uint8_t *rows, uint32_t cols, const float *x,
+                               const float *bias, const float *out)
+{
+    static float w[MAX_K];
+    for (uint32_t n = 0; n < N; n++) {
+        quant_decode(format, rows + n * quant_row_bytes(format, cols), w, cols);
+        for (uint32_t m = 0; m < MOST_ROWS; m += 31) {
+            double sum = bias[n], terms = fabs((double)bias[n]);
+            for (uint32_t g = 0; g < cols; g += QUANT_GROUP) {
+                float amax = 0;
+                for (uint32_t k = g; k < g + QUANT_GROUP; k++)
+                    amax = fmaxf(amax, fabsf(x[m * cols + k]));
+                for (uint32_t k = g; k < g + QUANT_GROUP; k++) {
+                    double product = (double)rintf(x[m * cols + k] * (127.0f / amax)) * (double)(amax / 127.0f) * (double)w[k];
+                    sum += product;
+                    terms += fabs(product);
+                }
+            }
+            if (fabs((double)out[m * N + n] - sum) > 2e-6 * terms)
+                fail_msg("%s row %u output %u: %g, by the rule %g", format->name, m, n, (double)out[m * N + n], sum);
+        }
+    }
+}
+
+static void multiply(struct cpu_backend *cpu, const struct quant_format *format, const uint8_t *rows, const float *bias,
+                     uint32_t cols, const float *x, uint32_t n, float *out, bool accumulate)
+{
+    struct backend_weight weight = {format, rows, N, cols};
+    struct tensor *w, *in = activation(cpu, MOST_ROWS, cols), *result = activation(cpu, MOST_ROWS, N);
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &w, &weight, WEIGHT_MATMUL, NULL), 0);
+    struct backend_matmul args = {
+        .count = 1, .weights = {w}, .biases = {vector_of(cpu, bias, N)}, .outs = {result}, .accumulate = accumulate};
+    memcpy(in->data, x, (size_t)n * cols * sizeof *x);
+    memcpy(result->data, out, (size_t)n * N * sizeof *out);
+    cpu->base.ops->matmul(&cpu->base, n, in, &args);
+    memcpy(out, result->data, (size_t)n * N * sizeof *out);
+}
+
+static void check_rows(const struct quant_format *format, uint32_t cols, float *first_isa)
+{
+    static const uint32_t counts[] = {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 128};
+    static float x[MOST_ROWS * MAX_K], whole[MOST_ROWS * N], part[MOST_ROWS * N], bias[N];
+    uint8_t *rows = random_rows(format, N, cols);
+    for (size_t i = 0; i < (size_t)MOST_ROWS * cols; i++)
+        x[i] = random_float() * (i % 37 == 0 ? 8 : 1);
+    for (uint32_t i = 0; i < N; i++)
+        bias[i] = random_float();
+    bool any = false;
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+        struct cpu_backend *cpu = open_backend(isas[i], 2);
+        if (!cpu)
+            continue;
+        multiply(cpu, format, rows, bias, cols, x, MOST_ROWS, whole, false);
+        close_backend(cpu);
+        check_against_double(format, rows, cols, x, bias, whole);
+        if (format->scales != QUANT_FLOAT)
+            check_against_rule(format, rows, cols, x, bias, whole);
+        if (any)
+            assert_memory_equal(whole, first_isa, sizeof whole);
+        memcpy(first_isa, whole, sizeof whole);
+        any = true;
+        for (uint32_t threads = 1; threads <= 2; threads++) {
+            cpu = open_backend(isas[i], threads);
+            for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+                uint32_t first = MOST_ROWS - counts[c];
+                multiply(cpu, format, rows, bias, cols, x + (size_t)first * cols, counts[c], part, false);
+                if (memcmp(part, whole + (size_t)first * N, (size_t)counts[c] * N * sizeof *part))
+                    fail_msg("%s %s: %u rows on %u threads differ from 128", isas[i], format->name, counts[c], threads);
+            }
+            close_backend(cpu);
+        }
+    }
+    free(rows);
+}
+
+static void test_matmul_is_right_and_row_invariant_in_every_format(void **unused)
+{
+    static float first_isa[MOST_ROWS * N];
+    for (size_t f = 0; quant_at(f); f++) {
+        check_rows(quant_at(f), 768, first_isa);
+        if (quant_at(f)->block_values <= QUANT_GROUP)
+            check_rows(quant_at(f), 96, first_isa);
+    }
+}
+
+static void test_matmul_adds_to_its_output(void **unused)
+{
+    static float x[3 * 64], out[3 * N], plain[3 * N], bias[N];
+    uint8_t *rows = random_rows(&quant_q4_0, N, 64);
+    for (int i = 0; i < 3 * 64; i++)
+        x[i] = random_float();
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+        struct cpu_backend *cpu = open_backend(isas[i], 1);
+        if (!cpu)
+            continue;
+        for (int j = 0; j < 3 * N; j++)
+            out[j] = (float)j;
+        multiply(cpu, &quant_q4_0, rows, bias, 64, x, 3, plain, false);
+        multiply(cpu, &quant_q4_0, rows, bias, 64, x, 3, out, true);
+        for (int j = 0; j < 3 * N; j++)
+            assert_true(out[j] == (float)j + plain[j]);
+        close_backend(cpu);
+    }
+    free(rows);
+}
+
+static void test_zero_activations_give_zero(void **unused)
+{
+    static float x[2 * 64], out[2 * N], bias[N];
+    uint8_t *rows = random_rows(&quant_q5_1, N, 64);
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+        struct cpu_backend *cpu = open_backend(isas[i], 1);
+        if (!cpu)
+            continue;
+        multiply(cpu, &quant_q5_1, rows, bias, 64, x, 2, out, false);
+        for (int j = 0; j < 2 * N; j++)
+            assert_true(out[j] == 0);
+        close_backend(cpu);
+    }
+    free(rows);
+}
+
+/* ---- element-wise ---- */
+
+static void test_rmsnorm_and_silu(void **unused)
+{
+    enum { ROWS = 3, COLS = 72 }; /* not a multiple of 16 */
+    static float values[ROWS * COLS], weights[COLS], first_norm[ROWS * COLS], first_silu[ROWS * COLS];
+    bool any = false;
+    for (int i = 0; i < ROWS * COLS; i++)
+        values[i] = random_float() * 30;
+    values[0] = -104, values[1] = 104, values[2] = 0;
+    for (int i = 0; i < COLS; i++)
+        weights[i] = random_float();
+    for (size_t s = 0; s < sizeof isas / sizeof *isas; s++) {
+        struct cpu_backend *cpu = open_backend(isas[s], 2);
+        if (!cpu)
+            continue;
+        struct tensor *x = activation(cpu, ROWS, COLS), *out = activation(cpu, ROWS, COLS), *up = activation(cpu, ROWS, COLS);
+        memcpy(x->data, values, sizeof values);
+        for (int i = 0; i < ROWS * COLS; i++)
+            up->data[i] = 0.5f;
+        cpu->base.ops->rmsnorm(&cpu->base, ROWS, x, vector_of(cpu, weights, COLS), 1e-5f, out);
+        cpu->base.ops->silu_mul(&cpu->base, ROWS, x, up);
+        for (int r = 0; r < ROWS; r++) {
+            double sum = 0;
+            for (int i = 0; i < COLS; i++)
+                sum += (double)values[r * COLS + i] * values[r * COLS + i];
+            for (int i = 0; i < COLS; i++) {
+                double v = values[r * COLS + i], norm = v / sqrt(sum / COLS + 1e-5) * weights[i], silu = v / (1 + exp(-v)) * 0.5;
+                assert_true(fabs(out->data[r * COLS + i] - norm) <= 1e-6 * fabs(norm) + 1e-30);
+                assert_true(fabs(x->data[r * COLS + i] - silu) <= 2e-6 * fabs(silu) + 1e-30);
+            }
+        }
+        if (any) {
+            assert_memory_equal(first_norm, out->data, sizeof first_norm);
+            assert_memory_equal(first_silu, x->data, sizeof first_silu);
+        }
+        memcpy(first_norm, out->data, sizeof first_norm);
+        memcpy(first_silu, x->data, sizeof first_silu);
+        any = true;
+        close_backend(cpu);
+    }
+}
+
+/* ---- rope, KV and attention ---- */
+
+struct geometry {
+    uint32_t head_dim, n_heads, n_kv_heads, block_size;
+    enum rope_style style;
+};
+enum { TOKENS = 150, MAX_WIDTH = 7 * 128 };
+
+struct inputs {
+    float q[TOKENS * MAX_WIDTH], k[TOKENS * MAX_WIDTH], v[TOKENS * MAX_WIDTH];
+};
+
+static double rotated(const struct geometry *g, const float *head, uint32_t d, uint32_t position, const float *frequencies)
+{
+    uint32_t half = g->head_dim / 2, i = g->style == ROPE_INTERLEAVED ? d / 2 : d % half;
+    uint32_t a = g->style == ROPE_INTERLEAVED ? 2 * i : i, b = g->style == ROPE_INTERLEAVED ? 2 * i + 1 : i + half;
+    double angle = position * (double)frequencies[i], c = cos(angle), s = sin(angle);
+    return d == a ? head[a] * c - head[b] * s : head[a] * s + head[b] * c;
+}
+
+/* Row `token` of the exact answer over keys and values rounded to f16. */
+static void plain_attention(const struct geometry *g, const struct inputs *in, const float *frequencies, uint32_t token,
+                            double *out)
+{
+    uint32_t dim = g->head_dim, kv_width = g->n_kv_heads * dim, q_width = g->n_heads * dim;
+    for (uint32_t h = 0; h < g->n_heads; h++) {
+        uint32_t kv = h / (g->n_heads / g->n_kv_heads);
+        double scores[TOKENS], high = -1e30, sum = 0;
+        for (uint32_t t = 0; t <= token; t++) {
+            scores[t] = 0;
+            for (uint32_t d = 0; d < dim; d++) {
+                double q = rotated(g, in->q + token * q_width + h * dim, d, token, frequencies);
+                double k = rotated(g, in->k + t * kv_width + kv * dim, d, t, frequencies);
+                scores[t] += q * (double)f16_to_f32(f32_to_f16((float)k)) / sqrt(dim);
+            }
+            high = fmax(high, scores[t]);
+        }
+        for (uint32_t d = 0; d < dim; d++)
+            out[h * dim + d] = 0;
+        for (uint32_t t = 0; t <= token; t++) {
+            double p = exp(scores[t] - high);
+            sum += p;
+            for (uint32_t d = 0; d < dim; d++)
+                out[h * dim + d] += p * (double)f16_to_f32(f32_to_f16(in->v[t * kv_width + kv * dim + d]));
+        }
+        for (uint32_t d = 0; d < dim; d++)
+            out[h * dim + d] /= sum;
+    }
+}
+
+/* All tokens of one sequence in chunks, its blocks scattered by `spread`; beside it a second sequence that must not matter. */
+static void run_attention(struct cpu_backend *cpu, const struct geometry *g, const struct inputs *in, const float *frequencies,
+                          uint32_t chunk, uint32_t spread, float *out)
+{
+    uint32_t blocks[2][TOKENS / 16 + 1], n_blocks = TOKENS / g->block_size + 1, dim = g->head_dim;
+    struct backend_kv kv = {1, g->n_heads, g->n_kv_heads, dim, n_blocks * spread + 1, g->block_size};
+    const struct backend_ops *ops = cpu->base.ops;
+    uint32_t q_width = g->n_heads * dim, kv_width = g->n_kv_heads * dim;
+    assert_int_equal(ops->kv_alloc(&cpu->base, &kv, NULL), 0);
+    /* A block that is reused holds what its last owner left there: NaN at worst. */
+    memset(cpu->kv_memory, 0xff, cpu->kv_bytes);
+    for (uint32_t b = 0; b < n_blocks; b++) {
+        blocks[0][b] = (n_blocks - 1 - b) * spread + spread / 2;
+        blocks[1][b] = n_blocks * spread;
+    }
+    struct tensor *q = activation(cpu, 256, q_width), *k = activation(cpu, 256, kv_width), *v = activation(cpu, 256, kv_width);
+    struct tensor *attended = activation(cpu, 256, q_width), *angles = activation(cpu, 256, dim),
+                  *f = vector_of(cpu, frequencies, dim / 2);
+    for (uint32_t at = 0; at < TOKENS; at += chunk) {
+        uint32_t n = TOKENS - at < chunk ? TOKENS - at : chunk, ids[256] = {0};
+        struct backend_seq seqs[2] = {{0, 2, 0, blocks[1]}, {2, n, at, blocks[0]}};
+        struct backend_step step = {.n_rows = n + 2, .n_seqs = 2, .ids = ids, .seqs = seqs};
+        struct backend_rope rope = {0, q, k, v, angles, g->style};
+        struct backend_attention attention = {0, 1.0f / sqrtf((float)dim), q, attended};
+        memset(q->data, 0, 2 * q_width * 4), memset(k->data, 0, 2 * kv_width * 4), memset(v->data, 0, 2 * kv_width * 4);
+        memcpy(q->data + 2 * q_width, in->q + at * q_width, n * q_width * 4);
+        memcpy(k->data + 2 * kv_width, in->k + at * kv_width, n * kv_width * 4);
+        memcpy(v->data + 2 * kv_width, in->v + at * kv_width, n * kv_width * 4);
+        assert_int_equal(ops->begin_step(&cpu->base, &step, NULL), 0);
+        ops->angles(&cpu->base, f, angles);
+        ops->rope_store(&cpu->base, &rope);
+        ops->attention(&cpu->base, &attention);
+        assert_int_equal(ops->end_step(&cpu->base, NULL), 0);
+        memcpy(out + at * q_width, attended->data + 2 * q_width, n * q_width * 4);
+    }
+}
+
+static void check_geometry(const struct geometry *g)
+{
+    static struct inputs in;
+    static float whole[TOKENS * MAX_WIDTH], part[TOKENS * MAX_WIDTH], first_isa[TOKENS * MAX_WIDTH];
+    float frequencies[64];
+    static const uint32_t chunks[] = {1, 16, 33, TOKENS};
+    uint32_t q_width = g->n_heads * g->head_dim;
+    for (uint32_t i = 0; i < TOKENS * MAX_WIDTH; i++)
+        in.q[i] = random_float() * 3, in.k[i] = random_float() * 3, in.v[i] = random_float();
+    for (uint32_t i = 0; i < g->head_dim / 2; i++)
+        frequencies[i] = (float)pow(10000, -2.0 * i / g->head_dim);
+    bool any = false;
+    for (size_t s = 0; s < sizeof isas / sizeof *isas; s++) {
+        for (size_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
+            struct cpu_backend *cpu = open_backend(isas[s], c % 2 + 1);
+            if (!cpu)
+                continue;
+            run_attention(cpu, g, &in, frequencies, chunks[c], (uint32_t)c + 1, c ? part : whole);
+            close_backend(cpu);
+            if (c && memcmp(part, whole, (size_t)TOKENS * q_width * 4))
+                fail_msg("%s: chunks of %u differ (head_dim %u, block %u)", isas[s], chunks[c], g->head_dim, g->block_size);
+            if (c == 0 && any && memcmp(whole, first_isa, (size_t)TOKENS * q_width * 4))
+                fail_msg("%s differs from the set before it (head_dim %u)", isas[s], g->head_dim);
+            if (c == 0)
+                memcpy(first_isa, whole, sizeof whole);
+            any = true;
+        }
+    }
+    for (uint32_t token = 0; token < TOKENS; token += 29) {
+        double want[MAX_WIDTH];
+        plain_attention(g, &in, frequencies, token, want);
+        for (uint32_t i = 0; i < q_width; i++)
+            if (fabs(whole[token * q_width + i] - want[i]) > 2e-4) /* a key near a tie of f16 may round the other way */
+                fail_msg("token %u value %u: %g, expected %g", token, i, (double)whole[token * q_width + i], want[i]);
+    }
+}
+
+static void test_attention_is_right_and_invariant(void **unused)
+{
+    static const struct geometry geometries[] = {
+        {64, 9, 3, 32, ROPE_INTERLEAVED},  {64, 7, 1, 16, ROPE_HALVES}, {128, 4, 2, 64, ROPE_HALVES},
+        {16, 2, 2, 512, ROPE_INTERLEAVED}, {80, 5, 5, 16, ROPE_HALVES}, {32, 20, 1, 32, ROPE_INTERLEAVED},
+    };
+    for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
+        check_geometry(&geometries[i]);
+}
+
+static void test_embed_and_gather_are_exact(void **unused)
+{
+    struct cpu_backend *cpu = open_backend("auto", 2);
+    struct backend_kv kv = {1, 1, 1, 16, 4, 16};
+    uint8_t *rows = random_rows(&quant_q8_0, 40, 64);
+    struct backend_weight weight = {&quant_q8_0, rows, 40, 64};
+    struct tensor *table, *out = activation(cpu, 3, 64), *gathered = activation(cpu, 2, 64);
+    uint32_t ids[] = {39, 0, 7}, outputs[] = {0, 2}, blocks[] = {2};
+    struct backend_seq seq = {0, 3, 0, blocks};
+    struct backend_step step = {.n_rows = 3, .n_seqs = 1, .n_outputs = 2, .ids = ids, .outputs = outputs, .seqs = &seq};
+    float want[64];
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &table, &weight, WEIGHT_EMBEDDING, NULL), 0);
+    assert_int_equal(cpu->base.ops->kv_alloc(&cpu->base, &kv, NULL), 0);
+    assert_int_equal(cpu->base.ops->begin_step(&cpu->base, &step, NULL), 0);
+    cpu->base.ops->embed(&cpu->base, table, out);
+    cpu->base.ops->gather(&cpu->base, out, gathered);
+    for (int i = 0; i < 3; i++) {
+        quant_decode(&quant_q8_0, rows + ids[i] * quant_row_bytes(&quant_q8_0, 64), want, 64);
+        assert_memory_equal(out->data + i * 64, want, sizeof want);
+    }
+    assert_memory_equal(gathered->data + 64, want, sizeof want);
+    free(rows);
+    close_backend(cpu);
+}
+
+static void test_bad_options_and_steps_are_refused(void **unused)
+{
+    struct backend *backend;
+    struct backend_options options = {"sse9", 1, 4, 2, 1};
+    struct kvg_error err = {0};
+    assert_int_equal(cpu_backend_open(&backend, &options, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "sse9"));
+    options.isa = "generic";
+    assert_int_equal(cpu_backend_open(&backend, &options, &err), 0);
+    struct backend_kv kv = {1, 3, 2, 16, 4, 16};
+    assert_true(backend->ops->kv_alloc(backend, &kv, &err) != 0); /* 3 heads over 2 */
+    kv = (struct backend_kv){1, 2, 2, 24, 4, 16};
+    assert_true(backend->ops->kv_alloc(backend, &kv, &err) != 0); /* head dimension */
+    kv = (struct backend_kv){1, 2, 2, 16, 4, 48};
+    assert_true(backend->ops->kv_alloc(backend, &kv, &err) != 0); /* block size */
+    kv = (struct backend_kv){1, 2, 2, 16, 4, 16};
+    assert_int_equal(backend->ops->kv_alloc(backend, &kv, &err), 0);
+    uint32_t ids[5] = {0}, bad_block[] = {4}, good_block[] = {3};
+    struct backend_seq seq = {0, 5, 0, good_block};
+    struct backend_step step = {.n_rows = 5, .n_seqs = 1, .ids = ids, .seqs = &seq};
+    assert_true(backend->ops->begin_step(backend, &step, &err) != 0); /* more than max_rows */
+    step.n_rows = 4;
+    assert_true(backend->ops->begin_step(backend, &step, &err) != 0); /* the sequence is longer than the step */
+    seq.n_rows = 3;
+    assert_true(backend->ops->begin_step(backend, &step, &err) != 0); /* a row without a sequence */
+    seq.n_rows = 4;
+    assert_int_equal(backend->ops->begin_step(backend, &step, &err), 0);
+    seq.blocks = bad_block;
+    assert_true(backend->ops->begin_step(backend, &step, &err) != 0);
+    assert_non_null(strstr(err.message, "block 4 of 4"));
+    backend->ops->close(backend);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_matmul_is_right_and_row_invariant_in_every_format),
+        cmocka_unit_test(test_matmul_adds_to_its_output),
+        cmocka_unit_test(test_zero_activations_give_zero),
+        cmocka_unit_test(test_rmsnorm_and_silu),
+        cmocka_unit_test(test_attention_is_right_and_invariant),
+        cmocka_unit_test(test_embed_and_gather_are_exact),
+        cmocka_unit_test(test_bad_options_and_steps_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

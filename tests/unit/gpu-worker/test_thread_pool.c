@@ -1,0 +1,114 @@
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#include <cmocka.h>
+#include "gpu-worker/backend/cpu/thread_pool.h"
+
+enum { ITEMS = 1000 };
+
+struct counts {
+    _Atomic uint32_t done[ITEMS];
+    _Atomic uint32_t largest, calls;
+    _Atomic uint32_t bad_thread;
+    uint32_t n_threads;
+};
+
+static void count_items(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct counts *counts = arg;
+    if (thread >= counts->n_threads)
+        counts->bad_thread++;
+    if (end - first > counts->largest)
+        counts->largest = end - first;
+    for (uint32_t i = first; i < end; i++)
+        counts->done[i]++;
+}
+
+static void test_every_item_runs_once(void **unused)
+{
+    for (uint32_t threads = 1; threads <= 4; threads++) {
+        struct thread_pool *pool = thread_pool_open(threads);
+        assert_non_null(pool);
+        assert_int_equal(thread_pool_size(pool), threads);
+        for (uint32_t n = 0; n < 200; n += n < 20 ? 1 : 17) {
+            for (uint32_t chunk = 1; chunk < 40; chunk += 6) {
+                static struct counts counts;
+                memset(&counts, 0, sizeof counts);
+                counts.n_threads = threads;
+                thread_pool_for(pool, n, chunk, count_items, &counts);
+                assert_int_equal(counts.bad_thread, 0);
+                assert_true(threads == 1 || counts.largest <= chunk);
+                for (uint32_t i = 0; i < ITEMS; i++)
+                    assert_int_equal(counts.done[i], i < n);
+            }
+        }
+        thread_pool_close(pool);
+    }
+}
+
+static void mark_thread(void *arg, uint32_t thread, uint32_t n_threads)
+{
+    struct counts *counts = arg;
+    counts->done[thread]++;
+    counts->calls++;
+}
+
+static void test_a_job_runs_once_on_each_thread(void **unused)
+{
+    struct thread_pool *pool = thread_pool_open(3);
+    static struct counts counts;
+    for (int i = 0; i < 500; i++)
+        thread_pool_run(pool, mark_thread, &counts);
+    assert_int_equal(counts.calls, 1500);
+    for (int t = 0; t < 3; t++)
+        assert_int_equal(counts.done[t], 500);
+    thread_pool_close(pool);
+}
+
+static void test_jobs_run_after_the_workers_have_gone_to_sleep(void **unused)
+{
+    struct thread_pool *pool = thread_pool_open(2);
+    static struct counts counts;
+    for (int i = 0; i < 5; i++) {
+        usleep(30000); /* far past the spin */
+        thread_pool_run(pool, mark_thread, &counts);
+    }
+    assert_int_equal(counts.calls, 10);
+    thread_pool_close(pool);
+}
+
+static double cpu_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Spinning on would burn the whole second on three threads. */
+static void test_an_idle_pool_uses_no_cpu(void **unused)
+{
+    struct thread_pool *pool = thread_pool_open(4);
+    static struct counts counts;
+    thread_pool_run(pool, mark_thread, &counts);
+    usleep(200000);
+    double start = cpu_seconds();
+    usleep(1000000);
+    assert_true(cpu_seconds() - start < 0.3);
+    thread_pool_close(pool);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_item_runs_once),
+        cmocka_unit_test(test_a_job_runs_once_on_each_thread),
+        cmocka_unit_test(test_jobs_run_after_the_workers_have_gone_to_sleep),
+        cmocka_unit_test(test_an_idle_pool_uses_no_cpu),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
