@@ -82,6 +82,7 @@ class FakeWorker:
         """Refuses connections from now on and drops those it has; it goes on beating in Redis if it did."""
         self.stopping.set()
         if self.listener:
+            self.listener.shutdown(socket.SHUT_RDWR)  # close() alone leaves a blocked accept() working
             self.listener.close()
             self.listener = None
             if self.path:

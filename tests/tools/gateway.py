@@ -11,14 +11,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import urllib.error
 import urllib.request
 
-from conftest import BUILD, MODELS, ROOT
-from stack import SMOLLM2, Process, free_port
+from conftest import BUILD, ROOT
+from stack import SMOLLM2, Process, Redis, free_port, wait_until
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
-VOCABS = os.path.join(MODELS, "vocabs")
+WORDS = "hello world, " * 40  # some whole blocks, so that its worker is not drawn by lot
 
 
 class Gateway(Process):
@@ -129,3 +128,88 @@ class Gateway(Process):
             assert not self.faults(), "\n".join(self.faults())
         finally:
             super().close()
+
+
+class Fleet:
+    """A Redis, a gateway and fake workers w1, w2, … that are live in it. Leaving it fails on faults in nginx's log.
+
+        with Fleet(2) as fleet:
+            fleet.post(text="hello")
+    """
+
+    def __init__(self, n=2, redis_args=(), beat=0.5, register=True, **gateway):
+        from fake_worker import FakeWorker
+        self.redis = Redis(*redis_args)
+        self.workers = [FakeWorker(f"w{i + 1}") for i in range(n)]
+        self.options, self.beat, self.register = gateway, beat, register
+        self.gateway = None
+
+    def __enter__(self):
+        self.redis.start()
+        for worker in self.workers:
+            worker.start()
+        servers = self.options.pop("servers", [w.addr for w in self.workers])
+        added = "add_header X-Kvgate-Chain $kvgate_chain always;\n" + self.options.pop("server", "")
+        self.gateway = Gateway(self.redis, servers=servers, server=added, **self.options).start()
+        if self.register:
+            for worker in self.workers:
+                worker.register(self.redis, self.fingerprint, interval=self.beat)
+            self.wait_seen()
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            if self.gateway:
+                self.gateway.close()
+        finally:
+            for worker in self.workers:
+                worker.close()
+            self.redis.close()
+
+    @property
+    def fingerprint(self):
+        return self.gateway.status()["models"][0]["fingerprint"]
+
+    @property
+    def url(self):
+        return self.gateway.url
+
+    def wait_seen(self, names=None, timeout=10):
+        names = [w.name for w in self.workers] if names is None else names
+        wait_until(lambda: self.gateway.workers() == sorted(names), timeout, f"workers {names} seen by the gateway")
+
+    def reset(self):
+        """What a test starts from: polite workers that have seen nothing."""
+        for worker in self.workers:
+            worker.mode, worker.delay, worker.idle_timeout = "ok", 0.0, None
+            worker.requests.clear()
+
+    def named(self, name):
+        return next(w for w in self.workers if w.name == name)
+
+    @property
+    def requests(self):
+        return [r for w in self.workers for r in w.requests]
+
+    def post(self, text=WORDS, path="/v1/chat/completions", headers=None, **members):
+        import requests
+        return requests.post(self.url + path, json=chat(text, **members), headers=headers, timeout=60)
+
+
+def chat(text=WORDS, **members):
+    return {"model": "smollm2", "messages": [{"role": "user", "content": text}], **members}
+
+
+def raw_request(port, data, timeout=20.0, step=None, pause=0.0):
+    """Sends bytes (in pieces of `step`) and returns (status, headers, body) of the one reply, read to its end."""
+    import http.client
+    import time
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as s:
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(data), step or len(data)):
+            s.sendall(data[at:at + (step or len(data))])
+            if pause:
+                time.sleep(pause)
+        reply = http.client.HTTPResponse(s, method="POST")
+        reply.begin()
+        return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read()

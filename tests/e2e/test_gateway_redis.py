@@ -1,0 +1,209 @@
+"""Redis decides where a request goes, never whether it is served."""
+import os
+import signal
+import time
+
+import pytest
+import redis as redis_library
+import requests
+
+import schemas
+from fake_worker import FakeWorker
+from gateway import Fleet, Gateway, chat
+from prompt_chain import chain
+from schemas import rendezvous
+from stack import Redis, wait_until
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with Fleet(3) as fleet:
+        yield fleet
+
+
+@pytest.fixture(autouse=True)
+def polite(request):
+    if "fleet" in request.fixturenames:
+        fleet = request.getfixturevalue("fleet")
+        fleet.reset()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] in ("tie", "prefix"), 15, "Redis answers")
+        fleet.reset()
+
+
+def chain_of(reply):
+    return reply.headers["X-Kvgate-Chain"]
+
+
+def test_the_worker_that_holds_the_prefix_is_chosen_with_its_hits(fleet):
+    text = "a prefix that is worth keeping " * 40
+    last = chain_of(fleet.post(text))
+    n_tokens = len(fleet.requests[-1].json()["prompt_token_ids"])
+    blocks = chain(fleet.requests[-1].json()["prompt_token_ids"], "smollm2", fleet.fingerprint)
+    assert blocks[-1] == last
+    for worker in fleet.workers:
+        assert worker.registration.publish(stored=blocks) == ["ok"]
+        reply = fleet.post(text)
+        assert reply.headers["X-Kvgate-Reason"] == "prefix"
+        assert int(reply.headers["X-Kvgate-Hit-Tokens"]) == len(blocks) * 32 <= n_tokens
+        assert worker.registration.publish(evicted=blocks) == ["ok"]
+    assert fleet.post(text).headers["X-Kvgate-Hit-Tokens"] == "0"
+
+
+def test_without_redis_the_rendezvous_worker_is_chosen_and_it_is_the_same_as_with(fleet):
+    texts = [f"conversation {i} " * 60 for i in range(12)]
+    with_redis = [fleet.post(t) for t in texts]
+    assert {r.headers["X-Kvgate-Reason"] for r in with_redis} == {"tie"}
+    os.kill(fleet.redis.pid, signal.SIGSTOP)
+    try:
+        without = [fleet.post(t) for t in texts]
+    finally:
+        os.kill(fleet.redis.pid, signal.SIGCONT)
+    assert {r.headers["X-Kvgate-Reason"] for r in without} <= {"redis_timeout", "redis_down"}
+    assert [r.headers["X-Kvgate-Worker"] for r in without] == [r.headers["X-Kvgate-Worker"] for r in with_redis]
+    assert len({r.headers["X-Kvgate-Worker"] for r in with_redis}) > 1
+
+
+def test_the_fallback_follows_the_published_rendezvous_rule():
+    """The block at 1,024 tokens decides, or the last whole one of a shorter prompt."""
+    with Fleet(3) as fleet:
+        fleet.redis.kill()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 10, "Redis seen gone")
+        for i in range(10):
+            reply = fleet.post(f"{i} words " * (40 if i % 2 else 2000))
+            worker = fleet.named(reply.headers["X-Kvgate-Worker"])
+            blocks = chain(worker.requests[-1].json()["prompt_token_ids"], "smollm2", fleet.fingerprint)
+            turn = blocks[min(len(blocks), 1024 // 32) - 1]
+            assert worker.name == max(("w1", "w2", "w3"), key=lambda w: rendezvous(turn, w))
+
+
+def test_a_stopped_redis_costs_few_requests_their_timeout(fleet):
+    before = fleet.gateway.status()["reasons"]
+    os.kill(fleet.redis.pid, signal.SIGSTOP)
+    try:
+        times = []
+        for _ in range(30):
+            start = time.monotonic()
+            assert fleet.post().status_code == 200
+            times.append(time.monotonic() - start)
+        slow = sum(t > 0.1 for t in times)  # kvgate_redis_timeout of the shipped conf
+        after = fleet.gateway.status()["reasons"]
+        lost = sum(after[k] - before[k] for k in ("redis_timeout", "redis_down"))
+        assert lost == 30 and slow < 15
+    finally:
+        os.kill(fleet.redis.pid, signal.SIGCONT)
+    wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "tie", 15, "Redis used again")
+
+
+def test_redis_killed_and_back_fails_no_request(fleet):
+    fleet.redis.kill()
+    for _ in range(50):
+        assert fleet.post().status_code == 200
+    wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 10, "Redis seen gone")
+    fleet.redis.start()
+    # the workers register again (RESYNC), and the gateway reconnects within its second
+    wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "tie", 15, "Redis used again")
+    assert fleet.gateway.log().count("requests are routed without it") >= 1
+
+
+def test_flushed_scripts_are_sent_again(fleet):
+    fleet.redis.cli("script", "flush")
+    for _ in range(3):
+        assert fleet.post().headers["X-Kvgate-Reason"] == "tie"
+
+
+def test_a_flushed_database_fails_no_request(fleet):
+    fleet.redis.cli("flushall")
+    for _ in range(20):
+        assert fleet.post().status_code == 200
+    wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "tie", 15, "workers registered again")
+
+
+def test_a_redis_that_refuses_scripts_is_redis_error(fleet):
+    fleet.redis.cli("acl", "setuser", "default", "-evalsha", "-eval")
+    try:
+        reply = fleet.post()
+        assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "redis_error"
+        assert reply.headers["X-Kvgate-Worker"] in ("w1", "w2", "w3")
+    finally:
+        fleet.redis.cli("acl", "setuser", "default", "+evalsha", "+eval")
+
+
+def test_the_connection_is_named_and_there_is_one_per_nginx_worker(fleet):
+    names = [line for line in fleet.redis.cli("client", "list").splitlines() if "name=kvgate-gateway:" in line]
+    pids = {int(line.split("name=kvgate-gateway:")[1].split()[0]) for line in names}
+    assert len(names) == len(pids) and pids == set(fleet.gateway.children())
+
+
+def test_password_database_and_prefix_are_used():
+    with Redis("--requirepass", "s3cret%") as redis, FakeWorker("w1") as worker:
+        url = f"redis://:s3cret%25@127.0.0.1:{redis.port}/3"
+        with Gateway(servers=[worker.addr], redis_url=url, http="kvgate_redis_prefix test:;") as gateway:
+            client = redis_library.Redis(port=redis.port, password="s3cret%", db=3, decode_responses=True)
+            fingerprint = gateway.status()["models"][0]["fingerprint"]
+            fake = schemas.FakeWorker(schemas.Schemas(client, "smollm2", "test:"), "w1", addr=worker.addr)
+            assert fake.register(fingerprint=fingerprint)[0] == "ok" and fake.publish(live=True) == ["ok"] and fake.beat() == ["ok"]
+            wait_until(lambda: gateway.workers() == ["w1"], 10, "the worker seen")
+            assert "s3cret" not in gateway.log()
+
+
+def test_a_wrong_password_is_logged_and_fails_no_request():
+    with Redis("--requirepass", "right") as redis, FakeWorker("w1") as worker:
+        with Gateway(servers=[worker.addr], redis_url=f"redis://:wrong@127.0.0.1:{redis.port}") as gateway:
+            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=20)
+            assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "redis_error"
+            assert "AUTH" in gateway.log() and "wrong" not in gateway.log().replace("WRONGPASS", "").split("[warn]")[0]
+
+
+def test_no_worker_known_goes_to_the_server_lines():
+    with Fleet(1, register=False) as fleet:
+        reply = fleet.post()
+        assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "no_workers"
+        assert "X-Kvgate-Worker" not in reply.headers and len(fleet.requests) == 1
+
+
+def test_a_mismatch_of_block_size_is_loud_and_served():
+    with Fleet(1, register=False) as fleet:
+        fleet.workers[0].register(fleet.redis, fleet.fingerprint, block=64)
+        fleet.wait_seen()
+        reply = fleet.post()
+        assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "mismatch"
+        assert "block size is 32 here and 64 at the workers" in fleet.gateway.log()
+
+
+@pytest.mark.parametrize("addr", ["8.8.8.8:80", "localhost:80", "127.0.0.1", "unix:", "[::2]:80", "127.0.0.1:0", "0.0.0.0:80"])
+def test_an_address_outside_kvgate_allow_is_never_used(addr):
+    with Fleet(1, register=False) as fleet:
+        fleet.workers[0].register(fleet.redis, fleet.fingerprint, addr=addr)
+        fleet.wait_seen()
+        reply = fleet.post()
+        assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "denied"
+        assert len(fleet.requests) == 1  # by the server line
+        assert f'advertises "{addr}"' in fleet.gateway.log()
+
+
+def test_a_worker_on_a_unix_socket_is_served():
+    with Fleet(0) as fleet:
+        path = os.path.join(fleet.gateway.dir, "w.sock")
+        with FakeWorker("w1", path=path) as worker:
+            worker.register(fleet.redis, fleet.fingerprint)
+            fleet.wait_seen(["w1"])
+            for _ in range(3):
+                reply = fleet.post()
+                assert reply.status_code == 200 and reply.json()["worker"] == "w1"
+            assert worker.connections == 1  # kept
+
+
+def test_unrouted_requests_go_to_a_live_worker():
+    with Fleet(1, servers=["127.0.0.1:1"]) as fleet:
+        assert requests.get(fleet.url + "/v1/models", timeout=10).json()["worker"] == "w1"
+
+
+def test_a_draining_worker_gets_no_new_request():
+    with Fleet(2) as fleet:
+        first = fleet.named(fleet.post().headers["X-Kvgate-Worker"])
+        first.registration.state = "draining"
+        wait_until(lambda: "draining" in [w["state"] for w in fleet.gateway.status()["models"][0]["workers"]], 10, "the drain seen")
+        first.requests.clear()
+        for _ in range(10):
+            assert fleet.post().headers["X-Kvgate-Worker"] != first.name
+        assert first.requests == []
