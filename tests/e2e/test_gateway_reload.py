@@ -1,0 +1,129 @@
+"""nginx -s reload and graceful quit: no alert, no cut stream, no leaked connection."""
+import os
+import signal
+import threading
+import time
+
+import pytest
+import requests
+
+from gateway import Fleet, chat
+from stack import wait_until
+
+
+@pytest.fixture
+def fleet():
+    with Fleet(2, edits=[(r"worker_processes 1", "worker_processes 2")]) as fleet:
+        yield fleet
+
+
+def stream(fleet, results, events):
+    with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=True), stream=True, timeout=60) as reply:
+        text = b"".join(reply.iter_content(None)).decode()
+    results.append(text.count("data: ") == events + 1 and text.endswith("data: [DONE]\n\n"))
+
+
+def start_streams(fleet, n, events=40, interval=0.05):
+    for worker in fleet.workers:
+        worker.mode, worker.events, worker.interval = "sse", events, interval
+    results = []
+    threads = [threading.Thread(target=stream, args=(fleet, results, events)) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(fleet.requests) == n, 10, "streams running")
+    return threads, results
+
+
+def connections(fleet):
+    """Pids of nginx workers that Redis has a connection of."""
+    lines = fleet.redis.cli("client", "list").splitlines()
+    return sorted(int(line.split("name=kvgate-gateway:")[1].split()[0]) for line in lines if "name=kvgate-gateway:" in line)
+
+
+def test_reloads_cut_no_stream_and_leak_no_connection(fleet):
+    threads, results = start_streams(fleet, 8)
+    old = set(fleet.gateway.children())
+    for _ in range(3):
+        fleet.gateway.reload()
+        time.sleep(0.3)
+        for worker in fleet.workers:
+            worker.mode = "ok"
+        assert fleet.post().status_code == 200
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 8
+    wait_until(lambda: len(fleet.gateway.children()) == 2 and not old & set(fleet.gateway.children()), 15, "old workers gone")
+    wait_until(lambda: connections(fleet) == sorted(fleet.gateway.children()), 10, "one connection a worker")
+    assert fleet.post().headers["X-Kvgate-Reason"] == "tie"
+
+
+def test_a_reload_keeps_the_counters_and_the_known_workers(fleet):
+    fleet.post()
+    count = fleet.gateway.status()["reasons"]["tie"]
+    assert count >= 1
+    old = set(fleet.gateway.children())
+    fleet.gateway.reload()
+    wait_until(lambda: len(fleet.gateway.children()) == 2 and not old & set(fleet.gateway.children()), 15, "reloaded")
+    assert fleet.gateway.status()["reasons"]["tie"] == count
+    assert fleet.gateway.workers() == ["w1", "w2"]
+
+
+def test_a_reload_takes_up_new_directives(fleet):
+    text = open(fleet.gateway.conf, encoding="utf-8").read()
+    with open(fleet.gateway.conf, "w", encoding="utf-8") as file:
+        file.write(text.replace("block_size=32", "block_size=32 alias=new-name"))
+    assert fleet.post(model="new-name").status_code == 404
+    fleet.gateway.reload()
+    wait_until(lambda: fleet.post(model="new-name").status_code == 200, 15, "the alias known")
+
+
+def test_a_broken_configuration_leaves_the_old_one_running(fleet):
+    fleet.gateway.expected.append(r"\[emerg\].*cannot be opened")
+    text = open(fleet.gateway.conf, encoding="utf-8").read()
+    with open(fleet.gateway.conf, "w", encoding="utf-8") as file:
+        file.write(text.replace("kvgate_model smollm2 ", "kvgate_model broken /etc/passwd; kvgate_model smollm2 "))
+    fleet.gateway.reload()
+    wait_until(lambda: "cannot be opened" in fleet.gateway.log(), 10, "the reload refused")
+    assert fleet.post().status_code == 200
+
+
+def test_a_graceful_quit_lets_streams_end(fleet):
+    threads, results = start_streams(fleet, 4)
+    fleet.gateway.terminate(signal.SIGQUIT)
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+    assert fleet.gateway.wait(20) == 0
+    wait_until(lambda: connections(fleet) == [], 10, "Redis connections closed")
+
+
+def test_a_quit_while_redis_hangs_is_as_quick(fleet):
+    os.kill(fleet.redis.pid, signal.SIGSTOP)
+    try:
+        assert fleet.post().status_code == 200
+        fleet.gateway.terminate(signal.SIGQUIT)
+        assert fleet.gateway.wait(20) == 0
+    finally:
+        os.kill(fleet.redis.pid, signal.SIGCONT)
+
+
+def test_a_quit_while_a_large_body_is_in_a_thread_answers_it(fleet):
+    text = "some words " * 400_000
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(fleet.post(text).status_code))
+    thread.start()
+    time.sleep(0.1)
+    fleet.gateway.terminate(signal.SIGQUIT)
+    thread.join()
+    assert replies == [200]
+    assert fleet.gateway.wait(20) == 0
+
+
+def test_a_killed_nginx_worker_is_replaced_and_routes_again(fleet):
+    fleet.gateway.expected.append(r"exited on signal 9")
+    victim = fleet.gateway.children()[0]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: len(fleet.gateway.children()) == 2 and victim not in fleet.gateway.children(), 10, "a new worker")
+    wait_until(lambda: connections(fleet) == sorted(fleet.gateway.children()), 10, "connected")
+    for _ in range(10):
+        assert fleet.post().headers["X-Kvgate-Reason"] == "tie"
