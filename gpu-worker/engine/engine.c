@@ -197,12 +197,13 @@ static void *run(void *context)
 
     while (goes_on(engine)) {
         take_news(engine);
-        if (step_has_work(&engine->step))
+        bool work = step_has_work(&engine->step);
+        if (work)
             step_run(&engine->step);
-        else
-            wait_for_news(engine);
         step_report(&engine->step);
         engine->last_tick = step_now();
+        if (!work)
+            wait_for_news(engine);
     }
     while ((request = next_new(engine)))
         step_add(&engine->step, request);
