@@ -37,6 +37,19 @@ static inline void write_toy(char path[64], const char *what)
         fail_msg("%s failed", command);
 }
 
+/* A scripted model over the toys' plain vocabulary (ids 0 to 255 are bytes, v.eos ends); `table` is Python: {id: next id}. */
+static inline void write_script(char path[64], const char *table)
+{
+    char command[1024];
+
+    snprintf(path, 64, "/tmp/kvgate-script-%d.gguf", (int)getpid());
+    snprintf(command, sizeof command,
+             "PYTHONPATH=tests/tools python3 -c \"import toy_model as t; v = t.Vocabulary(); t.scripted('%s', v, %s)\"", path,
+             table);
+    if (system(command) != 0)
+        fail_msg("%s failed", command);
+}
+
 static inline void open_world(struct world *w, const char *path, struct engine_options options)
 {
     struct kvg_error err;
@@ -106,6 +119,7 @@ static inline void on_event(void *context, const struct engine_event *event)
         reply->n_top[reply->n_ids] = event->logprobs ? event->logprobs[i].n_top : 0;
         reply->ids[reply->n_ids++] = event->ids[i];
     }
+    reply->bad |= event->text_len && ((unsigned char)event->text[0] & 0xc0) == 0x80; /* the rest of a character */
     memcpy(reply->text + reply->text_len, event->text, event->text_len);
     reply->text_len += event->text_len;
     reply->text[reply->text_len] = '\0';
