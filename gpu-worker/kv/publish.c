@@ -27,10 +27,10 @@
 enum {
     BATCH_EVENTS = 256, /* about a third of a millisecond of Redis' time */
     BEAT_MS = 1000,
-    STALE_MS = 10000, /* no step for so long: heartbeats stop */
     RETRY_MS = 1000,
-    SHED_MS = 10000, /* stored blocks are left out for so long after Redis was out of memory */
+    SHED_MS = 5000, /* stored blocks are left out for so long after Redis was out of memory */
     DEFAULT_QUEUE = 65536,
+    DEFAULT_STALL_MS = 10000,
     ID_MAX = 24,
 };
 
@@ -66,6 +66,7 @@ struct publisher {
     struct publish_link link;
     enum phase phase;
     bool ever_registered, sent_draining, silent, shed;
+    int64_t stall_ms;
     int connect_fails;
     int64_t connect_at, register_at, beat_at, beat_retry_at, batch_at, shed_at;
     uint64_t seq;    /* of the last batch that Redis acknowledged under this lease */
@@ -259,11 +260,11 @@ static void register_worker(struct publisher *p)
 
 static bool steps_are_done(struct publisher *p, int64_t now)
 {
-    bool silent = now - atomic_load(&p->reported_ms) > STALE_MS;
+    bool silent = now - atomic_load(&p->reported_ms) > p->stall_ms;
     if (silent != p->silent) {
         if (silent)
-            log_error("redis %s: no step ended for %d s: heartbeats stop, the gateway will route around this worker",
-                      p->link.url.shown, STALE_MS / 1000);
+            log_error("redis %s: no step ended for %.1f s: heartbeats stop, the gateway will route around this worker",
+                      p->link.url.shown, (double)p->stall_ms / 1000);
         else
             log_info("redis %s: steps end again: heartbeats go on", p->link.url.shown);
         p->silent = silent;
@@ -505,6 +506,7 @@ static int copy_options(struct publisher *p, const struct publisher_options *opt
     kvg_key_meta(p->meta, p->prefix, p->model);
     p->superseded = options->superseded;
     p->context = options->context;
+    p->stall_ms = options->stall_ms ? options->stall_ms : DEFAULT_STALL_MS;
     atomic_store(&p->reported_ms, now_ms());
     return 0;
 }

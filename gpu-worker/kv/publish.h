@@ -2,6 +2,7 @@
  *
  * One thread of its own; the engine thread talks to it through a bounded queue and never waits for it. Redis being away
  * costs nothing but hits: the queue overflows, and on reconnect a snapshot under a new lease replaces all.
+ * Every function takes a NULL publisher (a worker without Redis) and then does nothing.
  */
 #pragma once
 #include <stdbool.h>
@@ -22,6 +23,7 @@ struct publisher_options {
     struct kvg_hash fingerprint;
     uint32_t block_size;
     size_t queue_blocks; /* events the queue can hold; 0 = 65,536 */
+    uint32_t stall_ms;   /* no publisher_report for so long: heartbeats stop; 0 = 10,000 */
     /* Called on the publisher's thread when another process has taken this worker id: the worker must exit. */
     void (*superseded)(void *context);
     void *context;
@@ -43,7 +45,7 @@ struct publisher_load {
     uint32_t blocks_used, blocks_total;
     uint64_t backlog; /* prompt tokens admitted or queued and not yet computed + 16 per running decode */
 };
-/* Once a step, and at least each second while idle: the heartbeat goes out only while these keep coming (10 s). */
+/* Once a step, and at least each second while idle: the heartbeat goes out only while these keep coming (stall_ms). */
 void publisher_report(struct publisher *publisher, const struct publisher_load *load);
 void publisher_drain(struct publisher *publisher); /* state "draining" from the next heartbeat, sent at once */
 

@@ -1,7 +1,7 @@
 /* A worker without a model: drives the publisher by commands on stdin, one a line, and keeps the set of blocks that an engine
  * would hold. For tests; each command answers one line.
  *
- *   usage: publish_driver URL MODEL WORKER [ADDR [BLOCK_SIZE [QUEUE_BLOCKS]]]
+ *   usage: publish_driver URL MODEL WORKER [ADDR [BLOCK_SIZE [QUEUE_BLOCKS [STALL_MS]]]]
  *
  *   store N        N new blocks           -> held count        evict N   the newest N, leaf first  -> held count
  *   churn N SEED   N random stores and evictions, store again and evict again among them           -> held count
@@ -161,7 +161,7 @@ static int obey(struct driver *d, char *line)
 int main(int argc, char **argv)
 {
     if (argc < 4) {
-        fprintf(stderr, "usage: publish_driver URL MODEL WORKER [ADDR [BLOCK_SIZE [QUEUE_BLOCKS]]]\n");
+        fprintf(stderr, "usage: publish_driver URL MODEL WORKER [ADDR [BLOCK_SIZE [QUEUE_BLOCKS [STALL_MS]]]]\n");
         return 2;
     }
     struct publisher_options options = {.redis = argv[1],
@@ -172,6 +172,7 @@ int main(int argc, char **argv)
                                         .version = "0.1.0",
                                         .block_size = argc > 5 ? (uint32_t)atoi(argv[5]) : 32,
                                         .queue_blocks = argc > 6 ? (size_t)atoi(argv[6]) : 0,
+                                        .stall_ms = argc > 7 ? (uint32_t)atoi(argv[7]) : 0,
                                         .superseded = on_superseded};
     for (int i = 0; i < 16; i++)
         options.fingerprint.bytes[i] = (uint8_t)((i % 8) * 0x22 + 1);

@@ -1,11 +1,12 @@
 """The Lua scripts in a real Redis: the routing rule against a plain model, leases, batches, sweeping."""
 import json
 import math
+import os
 import random
-import time
 
 import pytest
 
+from conftest import ROOT
 from schemas import BLOCK, FINGERPRINT, FakeWorker, Schemas, random_chain, rendezvous, route_model
 from stack import Redis, wait_until
 
@@ -134,6 +135,17 @@ def test_within_one_mean_prompt_the_rendezvous_order_decides(schemas):
         assert {row[6] for row in reply[1:]} == {"tie"}
         firsts.add(order[0])
     assert firsts == set(names), "ties spread"
+
+
+def test_rendezvous_scores_equal_the_vectors(schemas):
+    with open(os.path.join(ROOT, "tests/golden/rendezvous.json"), encoding="utf-8") as f:
+        vectors = json.load(f)
+    for v in vectors:
+        assert rendezvous(v["hash"], v["worker"]) == v["score"]
+        FakeWorker(schemas, v["worker"]).up()
+        explained = json.loads(schemas.route([v["hash"]], explain="explain"))
+        assert {c["worker"]: c["rendezvous"] for c in explained["candidates"]}[v["worker"]] == v["score"]
+        schemas.call("forget", v["worker"])
 
 
 def test_the_mean_prompt_follows_the_prompts_but_not_in_explain_mode(schemas):
