@@ -6,12 +6,16 @@
  * write_event_handler is prompt_done or wait, and a client that leaves is noticed by ngx_http_test_reading.
  */
 #include "ngx_http_kvgate.h"
+#include <ngx_sha1.h>
 
 #if (NGX_THREADS)
 #include <ngx_thread_pool.h>
 #endif
 
 #define NGX_HTTP_KVGATE_THREAD_TIMEOUT  60000
+
+/* Longer salts (tokens, say) travel as their hash. */
+#define NGX_HTTP_KVGATE_SALT  128
 
 
 static void ngx_http_kvgate_prompt_done(ngx_http_request_t *r);
@@ -133,13 +137,14 @@ ngx_http_kvgate_has_prompt(ngx_http_request_t *r, enum kvg_endpoint *endpoint)
 }
 
 
-/* The operator's salt as it travels in a header: as it is where it is printable without spaces, else as "hex:" and its bytes. */
+/* The operator's salt as it travels in a header: as it is where it is short and printable without spaces, else "sha1:" and its hash. */
 static ngx_int_t
 ngx_http_kvgate_salt(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_loc_conf_t *lcf)
 {
-    u_char     *hex;
+    u_char      digest[20];
     size_t      i;
     ngx_str_t   value;
+    ngx_sha1_t  sha1;
 
     if (lcf->salt == NULL) {
         return NGX_OK;
@@ -155,14 +160,18 @@ ngx_http_kvgate_salt(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http
         }
     }
 
-    if (i < value.len) {
-        hex = ngx_pnalloc(r->pool, sizeof("hex:") - 1 + value.len * 2);
-        if (hex == NULL) {
+    if (i < value.len || value.len > NGX_HTTP_KVGATE_SALT) {
+        ngx_sha1_init(&sha1);
+        ngx_sha1_update(&sha1, value.data, value.len);
+        ngx_sha1_final(digest, &sha1);
+
+        value.len = sizeof("sha1:") - 1 + 2 * sizeof(digest);
+        value.data = ngx_pnalloc(r->pool, value.len);
+        if (value.data == NULL) {
             return NGX_ERROR;
         }
 
-        value.len = ngx_hex_dump(ngx_cpymem(hex, "hex:", 4), value.data, value.len) - hex;
-        value.data = hex;
+        (void) ngx_hex_dump(ngx_cpymem(value.data, "sha1:", sizeof("sha1:") - 1), digest, sizeof(digest));
     }
 
     ctx->prompt.salt.bytes = (char *) value.data;

@@ -1,5 +1,6 @@
 """Directives: what nginx -t refuses, what each mode changes, and that nothing else changes."""
 import base64
+import hashlib
 import json
 import os
 import re
@@ -205,9 +206,14 @@ def test_clients_kvgate_headers_are_removed(fleet, path, data):
     assert request.header("x-kvgate-fingerprint") in (None, fleet.fingerprint)
 
 
+def hashed(salt):
+    return b"sha1:" + hashlib.sha1(salt.encode()).hexdigest().encode()
+
+
 def test_the_salt_separates_tenants_and_travels(fleet):
     chains = set()
-    for tenant, sent in (("a", b"a"), ("b", b"b"), ("two words", b"hex:" + b"two words".hex().encode()), (None, b"")):
+    for tenant, sent in (("a", b"a"), ("b", b"b"), ("two words", hashed("two words")), ("t" * 129, hashed("t" * 129)),
+                         (None, b"")):
         reply = requests.post(fleet.url + "/salted/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Salt": "forged",
                                                                                             **({"X-Tenant": tenant} if tenant else {})}, timeout=20)
         request = fleet.requests[-1] if len(fleet.requests) == 1 else next(r for r in fleet.requests)
@@ -215,7 +221,7 @@ def test_the_salt_separates_tenants_and_travels(fleet):
         assert reply.headers["X-Kvgate-Chain"] == chain(request.json()["prompt_token_ids"], "smollm2", fleet.fingerprint, salt=sent)[-1]
         chains.add(reply.headers["X-Kvgate-Chain"])
         fleet.reset()
-    assert len(chains) == 4
+    assert len(chains) == 5
 
 
 def test_a_clients_cache_salt_refines_the_operators(fleet):
