@@ -14,7 +14,8 @@ struct conversation {
 };
 
 /* The field at fault is named by the format that comes behind the message. */
-static int fail_param(struct kvg_error *err, int code, const char *message, const char *format, ...) __attribute__((format(printf, 4, 5)));
+static int fail_param(struct kvg_error *err, int code, const char *message, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 static int fail_param(struct kvg_error *err, int code, const char *message, const char *format, ...)
 {
     char param[sizeof err->param];
@@ -87,7 +88,8 @@ static int join_parts(struct conversation *c, const struct kvg_json *parts, uint
     return 0;
 }
 
-static int content_value(struct conversation *c, const struct kvg_json *content, struct kvg_str role, uint32_t message, struct value *out)
+static int content_value(struct conversation *c, const struct kvg_json *content, struct kvg_str role, uint32_t message,
+                         struct value *out)
 {
     if (content && content->type == KVG_JSON_STRING) {
         *out = input_str(c, content->str.bytes, content->str.len);
@@ -106,7 +108,8 @@ static int content_value(struct conversation *c, const struct kvg_json *content,
 /* ---- tool calls ---- */
 
 /* Arguments that are the text of a JSON object become that object; none at all are an empty one. */
-static int arguments_value(struct conversation *c, const struct kvg_json *arguments, uint32_t message, uint32_t call, struct value *out)
+static int arguments_value(struct conversation *c, const struct kvg_json *arguments, uint32_t message, uint32_t call,
+                           struct value *out)
 {
     struct kvg_json *parsed;
     struct kvg_error err;
@@ -125,7 +128,8 @@ static int arguments_value(struct conversation *c, const struct kvg_json *argume
     return 0;
 }
 
-static int function_value(struct conversation *c, const struct kvg_json *function, uint32_t message, uint32_t call, struct value *out)
+static int function_value(struct conversation *c, const struct kvg_json *function, uint32_t message, uint32_t call,
+                          struct value *out)
 {
     if (function->type != KVG_JSON_OBJECT) {
         *out = value_from_json(&c->r, function, KVG_INPUT);
@@ -209,7 +213,8 @@ static int role_value(struct conversation *c, const struct kvg_json *message, ui
             *role = (struct kvg_str){roles[k], strlen(roles[k])};
             return 0;
         }
-    return fail_param(c->err, KVG_INVALID, "must be one of system, developer, user, assistant, tool, function", "messages[%u].role", i);
+    return fail_param(c->err, KVG_INVALID, "must be one of system, developer, user, assistant, tool, function",
+                      "messages[%u].role", i);
 }
 
 /* What the model thought in an earlier turn goes by three names; a template finds it under the first two. */
@@ -242,7 +247,8 @@ static int member_value(struct conversation *c, const struct kvg_json *member, s
 
 static int message_value(struct conversation *c, const struct kvg_json *message, uint32_t i, struct value *out)
 {
-    static const struct str thinking = {.bytes = "thinking", .len = 8}, reasoning_content = {.bytes = "reasoning_content", .len = 17},
+    static const struct str thinking = {.bytes = "thinking", .len = 8},
+                            reasoning_content = {.bytes = "reasoning_content", .len = 17},
                             content = {.bytes = "content", .len = 7};
     struct kvg_str role;
     if (message->type != KVG_JSON_OBJECT)
@@ -341,7 +347,8 @@ static int bind_kwargs(struct conversation *c, struct value *globals, const stru
         const struct kvg_json *member = &kwargs->items[i];
         for (size_t k = 0; k < sizeof reserved / sizeof *reserved; k++)
             if (kvg_str_eq(member->key, reserved[k]))
-                return fail_param(c->err, KVG_INVALID, "is set by a member of the request itself", "chat_template_kwargs.%s", reserved[k]);
+                return fail_param(c->err, KVG_INVALID, "is set by a member of the request itself", "chat_template_kwargs.%s",
+                                  reserved[k]);
         int index = free_name_index(c->r.tmpl, member->key.bytes, member->key.len);
         if (index >= 0 && (globals[index] = value_from_json(&c->r, member, KVG_INPUT)).type == V_ERROR)
             return c->err->code;
@@ -355,7 +362,8 @@ static void bind_token(struct conversation *c, struct value *globals, const char
         bind(c, globals, name, str_value(str_new(&c->r, token.bytes, token.len, KVG_TEMPLATE)));
 }
 
-static int bind_all(struct conversation *c, const struct kvg_chat_context *context, const struct kvg_json *body, struct value *globals)
+static int bind_all(struct conversation *c, const struct kvg_chat_context *context, const struct kvg_json *body,
+                    struct value *globals)
 {
     struct value messages;
     const struct kvg_json *prompt = kvg_json_get(body, "add_generation_prompt");
@@ -377,8 +385,8 @@ static int bind_all(struct conversation *c, const struct kvg_chat_context *conte
     return bind_kwargs(c, globals, body);
 }
 
-int kvg_chat_render(const struct kvg_chat_context *context, const struct kvg_json *body, struct kvg_arena *arena, struct kvg_text *out,
-                    struct kvg_error *err)
+int kvg_chat_render(const struct kvg_chat_context *context, const struct kvg_json *body, struct kvg_arena *arena,
+                    struct kvg_text *out, struct kvg_error *err)
 {
     struct kvg_error local;
     struct conversation c = {.arena = arena, .err = err ? err : &local};

@@ -43,8 +43,8 @@ int free_name_index(const struct kvg_template *tmpl, const char *name, size_t le
     return -1;
 }
 
-void render_init(struct render *r, const struct kvg_template *tmpl, const struct kvg_render_limits *limits, struct kvg_arena *arena,
-                 struct kvg_error *err)
+void render_init(struct render *r, const struct kvg_template *tmpl, const struct kvg_render_limits *limits,
+                 struct kvg_arena *arena, struct kvg_error *err)
 {
     *r = (struct render){.tmpl = tmpl, .arena = arena, .err = err, .arena_start = arena->used};
     r->fuel = limits && limits->fuel ? (int64_t)limits->fuel : DEFAULT_FUEL;
@@ -101,7 +101,8 @@ int render_with(struct render *r, struct value *globals, struct kvg_text *out)
 }
 
 int kvg_template_render(const struct kvg_template *tmpl, const struct kvg_binding *bindings, size_t n_bindings,
-                        const struct kvg_render_limits *limits, struct kvg_arena *arena, struct kvg_text *out, struct kvg_error *err)
+                        const struct kvg_render_limits *limits, struct kvg_arena *arena, struct kvg_text *out,
+                        struct kvg_error *err)
 {
     struct kvg_error local;
     struct render r;

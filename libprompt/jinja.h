@@ -23,11 +23,12 @@ struct kvg_binding {
 };
 
 struct kvg_render_limits {
-    uint64_t fuel;       /* 0 = 20,000,000 evaluated nodes and touched bytes */
+    uint64_t fuel;       /* 0 = 20,000,000; every evaluated node costs 1, and every 16 bytes touched */
     size_t output_bytes; /* 0 = 64 MiB */
     int64_t now;         /* seconds since the epoch for strftime_now (UTC) */
 };
 
 /* Renders with `bindings`; *out lives in the arena. KVG_RENDER carries the template's own raise_exception text. */
 int kvg_template_render(const struct kvg_template *tmpl, const struct kvg_binding *bindings, size_t n_bindings,
-                        const struct kvg_render_limits *limits, struct kvg_arena *arena, struct kvg_text *out, struct kvg_error *err);
+                        const struct kvg_render_limits *limits, struct kvg_arena *arena, struct kvg_text *out,
+                        struct kvg_error *err);

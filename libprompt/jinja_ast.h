@@ -30,7 +30,23 @@ enum expr_kind {
     E_NSREF,   /* an assignment's target: a.name */
 };
 
-enum operator { OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_FLOORDIV, OP_MOD, OP_POW, OP_EQ, OP_NE, OP_LT, OP_LE, OP_GT, OP_GE, OP_IN, OP_NOT_IN };
+enum operator{
+    OP_ADD,
+    OP_SUB,
+    OP_MUL,
+    OP_DIV,
+    OP_FLOORDIV,
+    OP_MOD,
+    OP_POW,
+    OP_EQ,
+    OP_NE,
+    OP_LT,
+    OP_LE,
+    OP_GT,
+    OP_GE,
+    OP_IN,
+    OP_NOT_IN
+};
 
 struct expr {
     uint8_t kind;
@@ -45,8 +61,8 @@ struct expr {
             struct expr *a, *b, *c;
         };
     };
-    struct expr **items; /* positional arguments of calls, filters and tests too */
-    uint8_t *ops;        /* E_COMPARE */
+    struct expr **items;    /* positional arguments of calls, filters and tests too */
+    uint8_t *ops;           /* E_COMPARE */
     const struct str *name; /* variable, attribute, filter, test */
     struct expr **kw;       /* keyword arguments */
     const struct str **kw_names;
@@ -74,7 +90,7 @@ enum load_kind { LOAD_PARAMETER, LOAD_RESOLVE, LOAD_ALIAS, LOAD_UNDEFINED };
 
 struct load {
     uint8_t kind;
-    uint16_t level;  /* ALIAS: where the outer variable is */
+    uint16_t level; /* ALIAS: where the outer variable is */
     uint32_t slot;
     uint32_t source; /* ALIAS: its slot; RESOLVE: number of the free name */
 };
@@ -145,12 +161,12 @@ enum token_type {
 };
 
 enum op_token { /* two-character operators; the others are their own character */
-    OT_FLOORDIV = 256,
-    OT_POW,
-    OT_EQ,
-    OT_NE,
-    OT_GE,
-    OT_LE,
+                OT_FLOORDIV = 256,
+                OT_POW,
+                OT_EQ,
+                OT_NE,
+                OT_GE,
+                OT_LE,
 };
 
 struct token {

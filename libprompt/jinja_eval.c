@@ -27,10 +27,12 @@ static struct value add_seqs(struct render *r, const struct seq *a, const struct
 
 static struct value add_strs(struct render *r, const struct str *a, const struct str *b)
 {
-    if (a->markup == b->markup)
+    if (!a->markup && !b->markup)
         return str_value(str_concat(r, a, b));
     const struct str *x = a->markup ? a : str_escape(r, a), *y = b->markup ? b : str_escape(r, b);
-    struct str *out = x && y ? (struct str *)str_concat(r, x, y) : NULL;
+    const struct str *out = x && y ? str_concat(r, x, y) : NULL;
+    if (out && out != x && out != y)
+        ((struct str *)out)->markup = 1;
     return str_value(out);
 }
 

@@ -47,7 +47,9 @@ static bool assign_tuple(struct render *r, const struct expr *target, struct val
     if (!seq)
         return false;
     if (seq->n != target->n) {
-        fail_value(r, seq->n < target->n ? "not enough values to unpack (expected %u, got %zu)" : "too many values to unpack (expected %u, got %zu)",
+        fail_value(r,
+                   seq->n < target->n ? "not enough values to unpack (expected %u, got %zu)"
+                                      : "too many values to unpack (expected %u, got %zu)",
                    target->n, seq->n);
         return false;
     }

@@ -201,7 +201,7 @@ static struct expr *parse_word(struct parser *p, bool with_namespace)
         const char *word;
         uint8_t type;
         bool b;
-    } words[] = {{"true", V_BOOL, true},  {"True", V_BOOL, true}, {"false", V_BOOL, false},
+    } words[] = {{"true", V_BOOL, true},   {"True", V_BOOL, true},  {"false", V_BOOL, false},
                  {"False", V_BOOL, false}, {"none", V_NONE, false}, {"None", V_NONE, false}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (skip_name(p, words[i].word))
@@ -231,7 +231,8 @@ static struct expr *parse_items(struct parser *p, struct expr *(*parse)(struct p
     for (;;) {
         if (items.n && !expect_op(p, ','))
             return NULL;
-        if (p->token->type == T_VARIABLE_END || p->token->type == T_BLOCK_END || at_op(p, ')') || (end_word && at_name(p, end_word)))
+        if (p->token->type == T_VARIABLE_END || p->token->type == T_BLOCK_END || at_op(p, ')') ||
+            (end_word && at_name(p, end_word)))
             break;
         if (!list_add(p, &items, parse(p)))
             return NULL;
@@ -502,9 +503,9 @@ static struct expr *parse_test(struct parser *p, struct expr *node)
     if (!negated)
         return e;
     struct expr *not = new_expr(p, E_NOT, line);
-    if (not)
-        not->a = e;
-    return not;
+    if (not )
+        not ->a = e;
+    return not ;
 }
 
 static struct expr *parse_filter_expr(struct parser *p, struct expr *node)
@@ -568,11 +569,11 @@ static struct expr *parse_product(struct parser *p)
 {
     struct expr *left = parse_pow(p);
     while (left) {
-        int op = at_op(p, '*')            ? OP_MUL
-                 : at_op(p, '/')          ? OP_DIV
+        int op = at_op(p, '*')           ? OP_MUL
+                 : at_op(p, '/')         ? OP_DIV
                  : at_op(p, OT_FLOORDIV) ? OP_FLOORDIV
-                 : at_op(p, '%')          ? OP_MOD
-                                          : -1;
+                 : at_op(p, '%')         ? OP_MOD
+                                         : -1;
         if (op < 0)
             break;
         p->token++;

@@ -148,8 +148,8 @@ FILTER(f_indent)
     pieces_init(&out);
     for (size_t i = 0; lines && i < lines->n; i++) {
         const struct str *line = lines->items[i].s;
-        if ((i && !pieces_add_str(r, &out, newline)) ||
-            ((i ? blank || line->len : first) && !pieces_add_str(r, &out, indent)) || !pieces_add_str(r, &out, line))
+        if ((i && !pieces_add_str(r, &out, newline)) || ((i ? blank || line->len : first) && !pieces_add_str(r, &out, indent)) ||
+            !pieces_add_str(r, &out, line))
             return ERROR_VALUE;
     }
     return lines ? str_value(pieces_str(r, &out)) : ERROR_VALUE;

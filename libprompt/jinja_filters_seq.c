@@ -87,8 +87,8 @@ static bool merge_sort(struct render *r, struct keyed *v, struct keyed *scratch,
     return true;
 }
 
-static struct keyed *sorted(struct render *r, const struct seq *items, struct value path, struct value otherwise, bool case_sensitive,
-                            bool reverse)
+static struct keyed *sorted(struct render *r, const struct seq *items, struct value path, struct value otherwise,
+                            bool case_sensitive, bool reverse)
 {
     struct keyed *v = render_alloc(r, items->n * sizeof *v), *scratch = v ? render_alloc(r, items->n * sizeof *v) : NULL;
     if (!scratch)
@@ -370,8 +370,8 @@ FILTER(f_map)
     struct seq *items = iterate(r, self), *out = items ? seq_new(r, SEQ_GENERATOR, items->n) : NULL;
     struct args rest = {args->pos + 1, args->kw, args->n_pos ? args->n_pos - 1 : 0, args->n_kw};
     for (size_t i = 0; out && i < out->n; i++) {
-        out->items[i] = by_attribute ? get_path(r, items->items[i], attribute, otherwise)
-                                     : call_function(r, filter, items->items[i], &rest);
+        out->items[i] =
+            by_attribute ? get_path(r, items->items[i], attribute, otherwise) : call_function(r, filter, items->items[i], &rest);
         if (out->items[i].type == V_ERROR || !burn(r, 0))
             return ERROR_VALUE;
     }

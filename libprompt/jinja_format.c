@@ -85,8 +85,13 @@ static bool add_double(struct render *r, struct pieces *out, const struct spec *
         n = format_double(value, text);
     } else {
         bool fixed = spec->type == '%' || spec->type == 'F';
-        snprintf(format, sizeof format, "%%%s%s.*%c", spec->alternate ? "#" : "", spec->sign == '+' ? "+" : spec->sign == ' ' ? " " : "",
-                 fixed ? 'f' : spec->type ? spec->type : 'g');
+        snprintf(format, sizeof format, "%%%s%s.*%c", spec->alternate ? "#" : "",
+                 spec->sign == '+'   ? "+"
+                 : spec->sign == ' ' ? " "
+                                     : "",
+                 fixed        ? 'f'
+                 : spec->type ? spec->type
+                              : 'g');
         n = (size_t)snprintf(text, 700, format, spec->precision < 0 ? 6 : (int)spec->precision, value);
     }
     if (spec->comma)
@@ -247,7 +252,8 @@ struct value percent_format(struct render *r, const struct str *f, struct value 
     }
     if (!burn(r, f->len) || !pieces_add_range(r, &out, f, plain, f->len))
         return ERROR_VALUE;
-    bool all_used = a.tuple ? a.next >= a.all.seq->n : a.next || args.type == V_DICT || (args.type == V_SEQ && args.seq->kind == SEQ_LIST);
+    bool all_used =
+        a.tuple ? a.next >= a.all.seq->n : a.next || args.type == V_DICT || (args.type == V_SEQ && args.seq->kind == SEQ_LIST);
     return all_used ? str_value(pieces_str(r, &out)) : fail_value(r, "not all arguments converted during string formatting");
 }
 

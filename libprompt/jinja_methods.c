@@ -73,7 +73,8 @@ static struct value affix_test(struct render *r, struct value self, const struct
     if (p[0].type == V_STR)
         return bool_value(has_affix(s, p[0].s, end));
     if (p[0].type != V_SEQ || p[0].seq->kind != SEQ_TUPLE)
-        return fail_value(r, "%s first arg must be str or a tuple of str, not %s", end ? "endswith" : "startswith", type_name(p[0]));
+        return fail_value(r, "%s first arg must be str or a tuple of str, not %s", end ? "endswith" : "startswith",
+                          type_name(p[0]));
     for (size_t i = 0; i < p[0].seq->n; i++) {
         struct value v = p[0].seq->items[i];
         if (v.type != V_STR)

@@ -220,7 +220,8 @@ static bool json_text(struct json_writer *w, const char *text)
 
 static bool json_slice(struct json_writer *w, const struct str *s, size_t from, size_t to)
 {
-    return w->input ? pieces_add(w->r, &w->out, s->bytes + from, to - from, KVG_INPUT) : pieces_add_range(w->r, &w->out, s, from, to);
+    return w->input ? pieces_add(w->r, &w->out, s->bytes + from, to - from, KVG_INPUT)
+                    : pieces_add_range(w->r, &w->out, s, from, to);
 }
 
 /* The escape of the character of n bytes at p; NULL: it stands for itself. */

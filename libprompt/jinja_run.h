@@ -19,8 +19,8 @@ struct value apply_filter(struct render *r, const struct expr *e, struct value s
 bool run_template(struct render *r);
 
 struct kvg_render_limits;
-void render_init(struct render *r, const struct kvg_template *tmpl, const struct kvg_render_limits *limits, struct kvg_arena *arena,
-                 struct kvg_error *err);
+void render_init(struct render *r, const struct kvg_template *tmpl, const struct kvg_render_limits *limits,
+                 struct kvg_arena *arena, struct kvg_error *err);
 /* One value for each free name: global functions, else V_MISSING; NULL when failed. The caller sets its bindings. */
 struct value *render_globals(struct render *r);
 int render_with(struct render *r, struct value *globals, struct kvg_text *out);

@@ -150,7 +150,8 @@ static uint32_t declare_parameter(struct resolver *rs, struct frame *f, const st
 
 /* ---- first pass over a scope: which names it reads and assigns ---- */
 
-static void each_child(struct resolver *rs, struct frame *f, struct expr *e, void (*visit)(struct resolver *, struct frame *, struct expr *))
+static void each_child(struct resolver *rs, struct frame *f, struct expr *e,
+                       void (*visit)(struct resolver *, struct frame *, struct expr *))
 {
     if (e->kind != E_CONST) {
         struct expr *children[] = {e->a, e->b, e->c, e->dyn_args, e->dyn_kwargs};

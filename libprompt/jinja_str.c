@@ -96,7 +96,8 @@ const struct str *pieces_str(struct render *r, const struct pieces *p)
         runs[k - 1].len += p->v[i].len;
     }
     *w = '\0';
-    *s = (struct str){.bytes = bytes, .len = p->len, .runs = runs, .n_runs = runs ? (uint32_t)n_runs : 0, .origin = p->v[0].origin};
+    *s = (struct str){
+        .bytes = bytes, .len = p->len, .runs = runs, .n_runs = runs ? (uint32_t)n_runs : 0, .origin = p->v[0].origin};
     return s;
 }
 

@@ -72,7 +72,8 @@ TEST(t_sequence)
 
 TEST(t_iterable)
 {
-    return bool_value(self.type == V_SEQ || self.type == V_STR || self.type == V_DICT || self.type == V_UNDEFINED || self.type == V_LOOP);
+    return bool_value(self.type == V_SEQ || self.type == V_STR || self.type == V_DICT || self.type == V_UNDEFINED ||
+                      self.type == V_LOOP);
 }
 
 TEST(t_callable)
@@ -210,16 +211,45 @@ TEST(t_test)
 }
 
 static const struct function tests[] = {
-    {"defined", "", t_defined},   {"undefined", "", t_undefined}, {"none", "", t_none},         {"string", "", t_string},
-    {"mapping", "", t_mapping},   {"number", "", t_number},       {"integer", "", t_integer},   {"float", "", t_float},
-    {"boolean", "", t_boolean},   {"true", "", t_true},           {"false", "", t_false},       {"sequence", "", t_sequence},
-    {"iterable", "", t_iterable}, {"callable", "", t_callable},   {"sameas", "other", t_sameas}, {"escaped", "", t_escaped},
-    {"odd", "", t_odd},           {"even", "", t_even},           {"divisibleby", "num", t_divisibleby}, {"lower", "", t_lower},
-    {"upper", "", t_upper},       {"eq", "other", t_eq},          {"equalto", "other", t_eq},   {"==", "other", t_eq},
-    {"ne", "other", t_ne},        {"!=", "other", t_ne},          {"in", "seq", t_in},          {"lt", "other", t_lt},
-    {"lessthan", "other", t_lt},  {"<", "other", t_lt},           {"le", "other", t_le},        {"<=", "other", t_le},
-    {"gt", "other", t_gt},        {"greaterthan", "other", t_gt}, {">", "other", t_gt},         {"ge", "other", t_ge},
-    {">=", "other", t_ge},        {"filter", "", t_filter},       {"test", "", t_test},
+    {"defined", "", t_defined},
+    {"undefined", "", t_undefined},
+    {"none", "", t_none},
+    {"string", "", t_string},
+    {"mapping", "", t_mapping},
+    {"number", "", t_number},
+    {"integer", "", t_integer},
+    {"float", "", t_float},
+    {"boolean", "", t_boolean},
+    {"true", "", t_true},
+    {"false", "", t_false},
+    {"sequence", "", t_sequence},
+    {"iterable", "", t_iterable},
+    {"callable", "", t_callable},
+    {"sameas", "other", t_sameas},
+    {"escaped", "", t_escaped},
+    {"odd", "", t_odd},
+    {"even", "", t_even},
+    {"divisibleby", "num", t_divisibleby},
+    {"lower", "", t_lower},
+    {"upper", "", t_upper},
+    {"eq", "other", t_eq},
+    {"equalto", "other", t_eq},
+    {"==", "other", t_eq},
+    {"ne", "other", t_ne},
+    {"!=", "other", t_ne},
+    {"in", "seq", t_in},
+    {"lt", "other", t_lt},
+    {"lessthan", "other", t_lt},
+    {"<", "other", t_lt},
+    {"le", "other", t_le},
+    {"<=", "other", t_le},
+    {"gt", "other", t_gt},
+    {"greaterthan", "other", t_gt},
+    {">", "other", t_gt},
+    {"ge", "other", t_ge},
+    {">=", "other", t_ge},
+    {"filter", "", t_filter},
+    {"test", "", t_test},
 };
 
 const struct function *find_test(const char *name, size_t len)

@@ -160,9 +160,9 @@ static inline bool burn(struct render *r, size_t n)
 }
 
 /* ---- making values ---- */
-#define ERROR_VALUE ((struct value){.type = V_ERROR})
+#define ERROR_VALUE   ((struct value){.type = V_ERROR})
 #define MISSING_VALUE ((struct value){.type = V_MISSING})
-#define NONE_VALUE ((struct value){.type = V_NONE})
+#define NONE_VALUE    ((struct value){.type = V_NONE})
 static inline struct value bool_value(bool b)
 {
     return (struct value){.type = V_BOOL, .b = b};
@@ -208,7 +208,7 @@ const char *type_name(struct value v); /* as Python names it */
 bool truth(struct value v);
 bool is_number(struct value v);
 double as_double(struct value v);
-bool as_int(struct value v, int64_t *out); /* V_INT and V_BOOL */
+bool as_int(struct value v, int64_t *out);                         /* V_INT and V_BOOL */
 int value_equal(struct render *r, struct value a, struct value b); /* 1, 0, or -1 when failed */
 int value_compare(struct render *r, struct value a, struct value b, const char *op, int *order);
 int value_contains(struct render *r, struct value container, struct value item);
@@ -235,8 +235,8 @@ const struct str *str_concat(struct render *r, const struct str *a, const struct
 bool str_is_ascii(struct render *r, const struct str *s);
 size_t str_chars(struct render *r, const struct str *s);
 size_t str_byte_offset(struct render *r, const struct str *s, size_t chars); /* of character number `chars`, or len */
-size_t str_find(struct render *r, const struct str *s, const struct str *sub, size_t from);  /* SIZE_MAX: not there */
-size_t str_rfind(struct render *r, const struct str *s, const struct str *sub, size_t to); /* ends at or before `to` */
+size_t str_find(struct render *r, const struct str *s, const struct str *sub, size_t from); /* SIZE_MAX: not there */
+size_t str_rfind(struct render *r, const struct str *s, const struct str *sub, size_t to);  /* ends at or before `to` */
 bool str_same(const struct str *a, const struct str *b);
 const struct str *str_strip(struct render *r, const struct str *s, const struct str *chars, bool left, bool right);
 const struct str *str_replace(struct render *r, const struct str *s, const struct str *from, const struct str *to, int64_t count);

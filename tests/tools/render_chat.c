@@ -20,7 +20,8 @@ static int render_vars(const struct kvg_template *tmpl, const struct kvg_json *v
 {
     struct kvg_binding *bindings = calloc(vars->n + 1, sizeof *bindings);
     for (uint32_t i = 0; i < vars->n; i++)
-        bindings[i] = (struct kvg_binding){kvg_arena_copy(arena, vars->items[i].key.bytes, vars->items[i].key.len), &vars->items[i], KVG_INPUT};
+        bindings[i] = (struct kvg_binding){kvg_arena_copy(arena, vars->items[i].key.bytes, vars->items[i].key.len),
+                                           &vars->items[i], KVG_INPUT};
     const struct kvg_render_limits limits = {.now = now};
     int rc = kvg_template_render(tmpl, bindings, vars->n, &limits, arena, out, err);
     free(bindings);
@@ -39,8 +40,8 @@ static int open_template(struct kvg_template **tmpl, char **source, struct kvg_s
     return kvg_template_open(tmpl, wanted.bytes, wanted.len, err);
 }
 
-static int render_case(const struct kvg_json *root, struct kvg_template **tmpl, char **source, struct kvg_arena *arena, struct kvg_text *out,
-                       struct kvg_error *err)
+static int render_case(const struct kvg_json *root, struct kvg_template **tmpl, char **source, struct kvg_arena *arena,
+                       struct kvg_text *out, struct kvg_error *err)
 {
     int64_t now = 0;
     int rc = open_template(tmpl, source, string_member(root, "template"), err);
