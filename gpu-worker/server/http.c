@@ -2,12 +2,12 @@
 #include <string.h>
 #include <strings.h>
 
-/* http-parser stops as soon as a callback returns non-zero. */
+/* http-parser stops as soon as a callback returns -1 (1 from on_headers_complete would only skip the body). */
 static int refuse(struct http_reader *reader, int status, const char *why)
 {
     reader->request.status = status;
     reader->request.why = why;
-    return 1;
+    return -1;
 }
 
 static struct http_reader *owner(http_parser *parser)

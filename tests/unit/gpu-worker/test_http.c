@@ -121,6 +121,7 @@ static void malformed_framing_is_refused(void **state)
         feed(&reader, refusals[i].text, strlen(refusals[i].text), SIZE_MAX);
         if (reader.request.status != refusals[i].status)
             fail_msg("%s: status %d (%s)", refusals[i].text, reader.request.status, reader.request.why ? reader.request.why : "");
+        assert_false(refusals[i].status && reader.request.complete);
         http_reader_free(&reader);
     }
 }
