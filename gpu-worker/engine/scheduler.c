@@ -4,7 +4,7 @@
 #include "gpu-worker/log.h"
 
 static const double seconds_a_level = 10;
-enum { DECODE_BACKLOG = 16 };
+enum { DECODE_BACKLOG = 16, MOST_PASSED = 64 };
 
 int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err)
 {
@@ -122,12 +122,39 @@ static bool make_room(struct scheduler *sched, struct sequence *seq)
 
 /* ---- admission ------------------------------------------------------------------------------------------------------------ */
 
-/* The other choices of a request wait until the first has put the prompt into the cache. */
-static bool waits_for_first_choice(const struct scheduler *sched, const struct sequence *seq)
+/* How many leading blocks two sequences share. A chain hash names all ids before it, so the first difference can be bisected. */
+static uint32_t common_blocks(const struct sequence *a, const struct sequence *b)
 {
-    const struct sequence *first = &seq->request->choices[0];
-    return seq != first && !sched->options.disable_prefix_caching && first->state != SEQUENCE_DONE &&
-           first->n_computed < first->n_prompt;
+    uint32_t low = 0, high = a->held.n_hashed < b->held.n_hashed ? a->held.n_hashed : b->held.n_hashed;
+
+    while (low < high) {
+        uint32_t middle = (low + high) / 2;
+        if (memcmp(&a->held.hash[middle], &b->held.hash[middle], sizeof *a->held.hash) == 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Whether a running sequence is computing blocks that this one needs and the cache lacks: it waits and finds them there,
+ * instead of computing them twice. So do the other choices of a request, and a burst behind one cold system prompt. */
+static bool prefix_is_coming(const struct scheduler *sched, struct sequence *seq)
+{
+    uint32_t size = sched->options.block_size, most = (seq->n_ids - 1) / size, coming = 0;
+
+    if (sched->options.disable_prefix_caching)
+        return false;
+    for (uint32_t i = 0; i < sched->n_running; i++) {
+        const struct sequence *other = sched->running[i];
+        if (sequence_pending(other) <= 1)
+            continue;
+        uint32_t common = common_blocks(seq, other);
+        common = common < most ? common : most;
+        if (other->n_computed < common * size && common > coming)
+            coming = common;
+    }
+    return coming && cache_peek(sched->cache, &seq->held, seq->ids, seq->n_ids) < coming * size;
 }
 
 /* Blocks that have to stay over for those that run, so that the newcomer is not preempted at once. */
@@ -209,15 +236,19 @@ static bool plan_prefills(struct scheduler *sched, struct step_plan *plan, uint3
     return true;
 }
 
-/* In order and without overtaking, except for choices whose sibling is still computing the prompt for them. */
+/* In order and without overtaking, except of those that wait for a prefix; a step looks at MOST_PASSED of them. */
 static void plan_admissions(struct scheduler *sched, struct step_plan *plan, uint32_t *room, double now)
 {
-    for (struct sequence *seq = sched->oldest, *next; seq; seq = next) {
+    uint32_t passed = 0;
+
+    for (struct sequence *seq = sched->oldest, *next; seq && passed < MOST_PASSED; seq = next) {
         next = seq->younger;
         if (sched->n_running == sched->options.max_num_seqs || *room == 0)
             break;
-        if (waits_for_first_choice(sched, seq))
+        if (prefix_is_coming(sched, seq)) {
+            passed++;
             continue;
+        }
         if (!admit(sched, seq, now) || !plan_prefill(sched, plan, seq, room))
             break;
     }

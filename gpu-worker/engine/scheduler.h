@@ -9,6 +9,9 @@
  * preempted k times comes back only with 2^k blocks to spare for each running one, so preemptions are bounded by the
  * logarithm of the pool.
  *
+ * A sequence whose prefix a running one is just computing waits for it and finds it cached: so a burst behind one cold prompt,
+ * and the choices of a request, compute it once.
+ *
  * Nothing is reserved for tokens to come. Engine thread only.
  */
 #pragma once

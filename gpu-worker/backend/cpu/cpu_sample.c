@@ -149,43 +149,59 @@ struct cut {
     double ties;
 };
 
-/* One digit of the selection: among candidates whose key agrees with `prefix` above the digit, which value of the digit holds
- * the point where the weight, added from the largest down, reaches `goal`. What lies above that value is taken off the goal. */
-static uint32_t select_digit(const float *w, uint32_t n, uint32_t prefix, int shift, int width, bool by_mass, double *goal)
+/* Weight of the candidates by one digit of their keys, of those whose key agrees with `prefix` above the digit: their mass, or
+ * their number. */
+static void weigh(const float *w, uint32_t n, uint32_t prefix, int shift, int width, bool by_mass, double *weight)
 {
-    double weight[2048] = {0};
-    uint32_t above = shift + width == 32 ? 0 : ~0u << (shift + width), mask = (1u << width) - 1, digit, last = 0;
-    double taken = 0;
+    uint32_t above = shift + width == 32 ? 0 : ~0u << (shift + width), mask = (1u << width) - 1;
 
+    memset(weight, 0, sizeof *weight << width);
     for (uint32_t i = 0; i < n; i++) {
-        if (w[i] == -INFINITY || (key_of(w[i]) & above) != prefix)
-            continue;
-        weight[key_of(w[i]) >> shift & mask] += by_mass ? (double)sample_exp(w[i]) : 1.0;
+        uint32_t key = key_of(w[i]);
+        if (w[i] != -INFINITY && (key & above) == prefix)
+            weight[key >> shift & mask] += by_mass ? (double)sample_exp(w[i]) : 1.0;
     }
-    for (digit = mask;; digit--) {
-        if (weight[digit] > 0) {
-            last = digit;
-            if (taken + weight[digit] >= *goal)
-                break;
-            taken += weight[digit];
-        }
-        if (digit == 0) { /* rounding left the goal just out of reach: the smallest candidate is the last one kept */
-            taken -= weight[last];
-            break;
-        }
-    }
-    *goal -= taken;
-    return prefix | last << shift;
 }
 
-/* The shortest prefix of the order whose weight (mass, or number) reaches `goal`; it has one candidate at least. */
+/* The value of the digit where the weight, added from the largest down, reaches `goal`; what lies above is taken off the goal.
+ * Where rounding leaves the goal just out of reach it is the smallest that has any. */
+static uint32_t select_digit(const double *weight, int width, double *goal)
+{
+    uint32_t last = 0;
+    double above_last = 0, taken = 0;
+
+    for (uint32_t digit = 1u << width; digit-- > 0;) {
+        if (weight[digit] == 0)
+            continue;
+        last = digit;
+        above_last = taken;
+        taken += weight[digit];
+        if (taken >= *goal)
+            break;
+    }
+    *goal -= above_last;
+    return last;
+}
+
+/* The shortest prefix of the order whose weight reaches `goal`: a number, or with by_mass a share of the mass. It has one
+ * candidate at least. */
 static struct cut select_prefix(const float *w, uint32_t n, bool by_mass, double goal)
 {
-    uint32_t key = select_digit(w, n, 0, 21, 11, by_mass, &goal);
-    key = select_digit(w, n, key, 10, 11, by_mass, &goal);
-    key = select_digit(w, n, key, 0, 10, by_mass, &goal);
-    uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+    static const int shift[] = {21, 10, 0}, width[] = {11, 11, 10};
+    double weight[2048], total = 0;
+    uint32_t key = 0, bits;
     float value;
+
+    for (int i = 0; i < 3; i++) {
+        weigh(w, n, key, shift[i], width[i], by_mass, weight);
+        if (i == 0 && by_mass) {
+            for (uint32_t digit = 0; digit < 2048; digit++)
+                total += weight[digit];
+            goal *= total;
+        }
+        key |= select_digit(weight, width[i], &goal) << shift[i];
+    }
+    bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
     memcpy(&value, &bits, sizeof value);
     double each = by_mass ? (double)sample_exp(value) : 1.0, ties = each > 0 ? ceil(goal / each) : 1;
     return (struct cut){key, ties > 1 ? ties : 1};
@@ -200,21 +216,12 @@ static void drop_below(float *w, uint32_t n, struct cut cut)
     }
 }
 
-static double total_mass(const float *w, uint32_t n)
-{
-    double sum = 0;
-    for (uint32_t i = 0; i < n; i++)
-        if (w[i] > -87.0f)
-            sum += sample_exp(w[i]);
-    return sum;
-}
-
 static void filter(float *w, uint32_t n, const struct sample_row *row)
 {
     if (row->top_k && row->top_k < n)
         drop_below(w, n, select_prefix(w, n, false, row->top_k));
     if (row->top_p < 1)
-        drop_below(w, n, select_prefix(w, n, true, row->top_p > 0 ? row->top_p * total_mass(w, n) : 0));
+        drop_below(w, n, select_prefix(w, n, true, row->top_p > 0 ? row->top_p : 0));
     if (row->min_p > 0) {
         float least = logf(row->min_p < 1 ? row->min_p : 1);
         for (uint32_t i = 0; i < n; i++)

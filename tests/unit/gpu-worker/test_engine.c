@@ -243,6 +243,37 @@ static void other_choices_find_the_prompt_of_the_first(void **state)
     close_world(&w);
 }
 
+/* A burst behind one cold system prompt: it is computed once. */
+static void a_prefix_that_is_being_computed_is_waited_for(void **state)
+{
+    static struct call solo[8], calls[8];
+    static uint32_t ids[8][600];
+    struct engine_params params = default_params(10);
+    struct engine_options options = pool_of(512, 16);
+    struct world w;
+
+    options.fixed_chunk = 64; /* the prefix takes several steps */
+    for (int round = 0; round < 2; round++) {
+        options.disable_prefix_caching = round == 0;
+        open_world(&w, toy, options);
+        close_gate(&w, &gate);
+        for (int i = 0; i < 8; i++) {
+            make_ids(ids[i], 600, 512, (uint64_t)i, VOCAB);
+            start_call(&w, round ? &calls[i] : &solo[i], ids[i], 600, &params);
+        }
+        open_gate(&gate);
+        for (int i = 0; i < 8; i++)
+            wait_call(round ? &calls[i] : &solo[i]);
+        check_engine(&w);
+        assert_int_equal(engine_metrics(w.engine)->computed_prompt_tokens, round ? 600 + 7 * 88 : 8 * 600);
+        close_world(&w);
+    }
+    for (int i = 0; i < 8; i++) {
+        assert_same_reply(&calls[i].choices[0], &solo[i].choices[0]);
+        assert_int_equal(calls[i].choices[0].cached_tokens, i ? 512 : 0);
+    }
+}
+
 /* ---- out of blocks ----------------------------------------------------------------------------------------------------------
  */
 
@@ -570,6 +601,7 @@ int main(void)
         cmocka_unit_test(salts_do_not_see_each_other),
         cmocka_unit_test(without_prefix_caching_nothing_is_cached),
         cmocka_unit_test(other_choices_find_the_prompt_of_the_first),
+        cmocka_unit_test(a_prefix_that_is_being_computed_is_waited_for),
         cmocka_unit_test(requests_that_outgrow_the_pool_end_with_their_solo_answers),
         cmocka_unit_test(a_cancelled_request_frees_its_blocks),
         cmocka_unit_test(all_choices_of_a_cancelled_request_end),
