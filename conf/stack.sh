@@ -2,13 +2,12 @@
 # usage: conf/stack.sh start|stop|status
 #
 # The demo stack on this machine: Redis, two CPU workers, nginx with kvgate. Everything it writes lies in build/run/: a log and
-# a pid file each. `stop` ends only processes that `start` started: a pid file holds the pid and its start time.
+# a .proc file each (pid and start time). `stop` ends only processes that `start` started.
 #
 # Environment: PORT (8080: nginx), REDIS_PORT (6380), WORKER_PORT (the workers' own APIs: 8081 and the next; behind the
 # gateway: 10 above), RUN (build/run), B (build), and what conf/worker.env names.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-ROOT=$PWD
 B=${B:-build}
 PORT=${PORT:-8080}
 REDIS_PORT=${REDIS_PORT:-6380}
@@ -29,7 +28,7 @@ start_time() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
 # The pid of a process that we started and that still runs; fails otherwise.
 running() {
     local pid when
-    read -r pid when 2>/dev/null <"$RUN/$1.pid" || return 1
+    read -r pid when 2>/dev/null <"$RUN/$1.proc" || return 1
     [ -n "$when" ] && [ "$(start_time "$pid")" = "$when" ] && [ "$(process_state "$pid")" != Z ] && echo "$pid"
 }
 process_state() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f1; }
@@ -41,21 +40,21 @@ launch() {
     setsid "$@" >>"$RUN/$name.log" 2>&1 </dev/null &
     local pid=$!
     disown
-    echo "$pid $(start_time $pid)" >"$RUN/$name.pid"
+    echo "$pid $(start_time $pid)" >"$RUN/$name.proc"
     started="$name ${started:-}"
 }
 
 # end NAME SIGNAL: asks, waits up to 10 s, then kills
 end() {
     local pid i
-    pid=$(running "$1") || { rm -f "$RUN/$1.pid"; return 0; }
+    pid=$(running "$1") || { rm -f "$RUN/$1.proc"; return 0; }
     kill -s "$2" "$pid"
     for ((i = 0; i < 100; i++)); do
         running "$1" >/dev/null || break
         sleep 0.1
     done
     running "$1" >/dev/null && { say "$1 did not end within 10 s: killed"; kill -s KILL "$pid"; }
-    rm -f "$RUN/$1.pid"
+    rm -f "$RUN/$1.proc"
     say "$1 stopped"
 }
 
@@ -99,7 +98,7 @@ gateway_port() { echo $(($(api_port "$1") + 10)); }
 
 start_redis() {
     running redis >/dev/null && return
-    launch redis "$REDIS_SERVER" conf/redis.conf --port "$REDIS_PORT" --dir "$ROOT/$RUN"
+    launch redis "$REDIS_SERVER" conf/redis.conf --port "$REDIS_PORT" --dir "$RUN"
     wait_for redis 10 redis-cli -p "$REDIS_PORT" ping
 }
 
@@ -116,9 +115,10 @@ gateway_ready() { curl -sf -m 2 "http://127.0.0.1:$PORT/v1/models"; }
 
 start_nginx() {
     running nginx >/dev/null && return
-    PORT=$PORT REDIS=redis://127.0.0.1:$REDIS_PORT MODEL=$ROOT/$MODEL MODULE=$ROOT/$B/ngx_http_kvgate_module.so \
+    PORT=$PORT REDIS=redis://127.0.0.1:$REDIS_PORT MODEL_NAME=$MODEL_NAME MODEL=$(realpath "$MODEL") \
+        MODULE=$(realpath "$B/ngx_http_kvgate_module.so") SERVERS="127.0.0.1:$(gateway_port w1) 127.0.0.1:$(gateway_port w2)" \
         conf/render_nginx.sh conf/nginx.conf >"$RUN/nginx.conf"
-    launch nginx "$NGINX" -p "$ROOT/$RUN" -c "$ROOT/$RUN/nginx.conf" -e "$ROOT/$RUN/nginx.log" -g 'daemon off;'
+    launch nginx "$NGINX" -p "$RUN" -c "$RUN/nginx.conf" -e stderr -g 'daemon off;'
     wait_for nginx 20 gateway_ready
 }
 
@@ -132,6 +132,7 @@ start() {
         [ -e "$w" ] || { say "$w is missing: make run builds and fetches it"; exit 1; }
     done
     mkdir -p "$RUN"
+    RUN=$(realpath "$RUN")
     need_port redis "$REDIS_PORT"
     for w in $WORKERS; do need_port "$w" "$(api_port "$w")"; need_port "$w" "$(gateway_port "$w")"; done
     need_port nginx "$PORT"
@@ -183,8 +184,8 @@ kvgate is up: an OpenAI-compatible API on http://127.0.0.1:$PORT/v1 (model $MODE
 curl -N $url $json -d '{"model":"$MODEL_NAME","stream":true,"max_tokens":64,"messages":[{"role":"user","content":"Why is the sky blue?"}]}'
 
 # two questions behind one long system prompt: the second goes to the worker that holds it (X-Kvgate-*, cached_tokens)
-curl -si $url $json -d @$RUN/question-1.json
-curl -si $url $json -d @$RUN/question-2.json
+curl -si $url $json -d @$(realpath --relative-to=. "$RUN")/question-1.json
+curl -si $url $json -d @$(realpath --relative-to=. "$RUN")/question-2.json
 
 # who is there, and how much each worker holds
 redis-cli -p $REDIS_PORT hgetall 'kvgate:{$MODEL_NAME}:w:w1'

@@ -1,0 +1,53 @@
+"""What README.md and CONTRIBUTING.md name exists: files, make targets, flags, folders."""
+import os
+import re
+import subprocess
+
+import pytest
+
+from conftest import BUILD, ROOT
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "nginx-module/README.md", "redis-schemas/README.md"]
+
+
+def text(name):
+    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+        return f.read()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)#\s]+)", text(name)):
+        if "://" not in target:
+            assert os.path.exists(os.path.join(ROOT, os.path.dirname(name), target)), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_files_named_in_code_spans_exist(name):
+    top = {entry for entry in os.listdir(ROOT) if os.path.isdir(os.path.join(ROOT, entry))} - {"build"}
+    for span in re.findall(r"`([\w./*-]+/[\w./*-]*)`", text(name)):
+        if span.split("/")[0] in top:
+            found = subprocess.run(["bash", "-c", f"compgen -G '{span.rstrip('/')}'"], cwd=ROOT, capture_output=True, check=False)
+            assert found.returncode == 0, f"{name}: {span}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(name):
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.M))
+    for words in re.findall(r"(?:^ {4}|`)make ((?:[a-z][a-z-]* ?)+)", text(name), re.M):
+        for word in words.split():
+            assert word in targets, f"{name}: make {word}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "conf/worker.env", "docker-compose.yml"])
+def test_worker_flags_exist(name):
+    known = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--help"], capture_output=True, text=True, check=True).stdout
+    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text(name)):
+        if flag not in ("--help", "--build", "--bind", "--protected-mode"):
+            assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"{name}: kvgate-worker has no {flag}"
+
+
+@pytest.mark.parametrize("program", ["kvgate-worker", "kvgate-prompt"])
+def test_help_works(program):
+    done = subprocess.run([os.path.join(BUILD, program), "--help"], capture_output=True, text=True, check=True)
+    assert program in done.stdout and max(map(len, done.stdout.splitlines())) <= 132
