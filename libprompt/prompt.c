@@ -6,6 +6,7 @@
 #include <string.h>
 #include <xxhash.h>
 #include "libprompt/chat_request.h"
+#include "libprompt/segment_memory.h"
 
 /* Part of the fingerprint: raise it whenever the prompt or the ids of any model change. */
 enum { PROMPT_VERSION = 1 };
@@ -14,6 +15,7 @@ struct kvg_prompt_model {
     struct kvg_gguf *gguf;
     struct kvg_tokenizer *tokenizer;
     struct kvg_template *tmpl;
+    struct kvg_segment_memory *memory; /* NULL: off */
     struct kvg_hash fingerprint;
     struct kvg_str bos_text, eos_text;
 };
@@ -107,6 +109,8 @@ int kvg_prompt_model_open(struct kvg_prompt_model **out, const char *path, size_
     if (!model)
         return kvg_fail(err, KVG_NOMEM, "out of memory");
     rc = open_parts(model, path, err);
+    if (!rc && segment_memory && !(model->memory = kvg_segment_memory_open(segment_memory)))
+        rc = kvg_fail(err, KVG_NOMEM, "out of memory for remembered segments");
     if (rc) {
         name_file(err, path);
         kvg_prompt_model_close(model);
@@ -120,6 +124,7 @@ void kvg_prompt_model_close(struct kvg_prompt_model *model)
 {
     if (!model)
         return;
+    kvg_segment_memory_close(model->memory);
     kvg_template_close(model->tmpl);
     kvg_tokenizer_close(model->tokenizer);
     kvg_gguf_close(model->gguf);
@@ -217,7 +222,7 @@ static int read_text(const struct kvg_prompt_model *model, struct kvg_str str, s
     struct kvg_run run = {str.len, KVG_TEMPLATE};
     struct kvg_text text = {str.bytes, str.len, &run, str.len ? 1 : 0};
 
-    return kvg_tokenize(model->tokenizer, &text, KVG_ADD_SPECIAL, arena, out, err);
+    return kvg_tokenize_remembering(model->tokenizer, model->memory, &text, KVG_ADD_SPECIAL, arena, out, err);
 }
 
 static int completion_ids(const struct kvg_prompt_model *model, const struct kvg_json *body, size_t index,
@@ -262,7 +267,7 @@ int kvg_prompt_ids(const struct kvg_prompt_model *model, enum kvg_endpoint endpo
     if (endpoint == KVG_COMPLETIONS)
         return completion_ids(model, body, index, arena, out, err);
     if ((rc = kvg_prompt_text(model, body, now, arena, &text, err)) ||
-        (rc = kvg_tokenize(model->tokenizer, &text, KVG_ADD_BOS, arena, out, err)))
+        (rc = kvg_tokenize_remembering(model->tokenizer, model->memory, &text, KVG_ADD_BOS, arena, out, err)))
         return rc;
     if (out->n == 0)
         return kvg_fail(err, KVG_RENDER, "the chat template rendered an empty prompt");

@@ -1,6 +1,7 @@
 /* Opening a tokenizer from GGUF metadata, and text -> ids. */
 #define _GNU_SOURCE /* memmem */
 #include "libprompt/tokenizer_internal.h"
+#include "libprompt/segment_memory.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -275,8 +276,11 @@ void kvg_tokenizer_close(struct kvg_tokenizer *tokenizer)
 
 /* ---- text -> ids ---- */
 
+enum { REMEMBERED_BYTES = 48 }; /* shorter segments cost less to encode than to look up */
+
 struct encoding {
     const struct kvg_tokenizer *tokenizer;
+    struct kvg_segment_memory *memory;
     struct kvg_id_list list;
 };
 
@@ -334,6 +338,7 @@ static int encode_plain(struct encoding *encoding, struct kvg_str text)
 {
     const struct kvg_tokenizer *tokenizer = encoding->tokenizer;
 
+    encoding->list.segment_start = encoding->list.n;
     if (text.len == 0)
         return 0;
     if (tokenizer->family == KVG_SENTENCE_PIECE)
@@ -343,6 +348,33 @@ static int encode_plain(struct encoding *encoding, struct kvg_str text)
     return kvg_pre_split(tokenizer, (const uint8_t *)text.bytes, text.len, encode_word, encoding);
 }
 
+/* encode_plain, or what it gave for the same bytes before: its result depends on nothing else. */
+static int encode_segment(struct encoding *encoding, const char *bytes, size_t n)
+{
+    struct kvg_id_list *list = &encoding->list;
+    const struct kvg_segment *segment;
+    size_t before = list->n;
+    uint64_t hash;
+    int rc;
+
+    if (!encoding->memory || n < REMEMBERED_BYTES)
+        return encode_plain(encoding, (struct kvg_str){bytes, n});
+    segment = kvg_segment_find(encoding->memory, bytes, n, &hash);
+    if (!segment) {
+        rc = encode_plain(encoding, (struct kvg_str){bytes, n});
+        if (!rc)
+            kvg_segment_add(encoding->memory, bytes, n, hash, list->ids + before, list->n - before);
+        return rc;
+    }
+    rc = kvg_id_list_reserve(list, segment->n);
+    if (!rc && segment->n) {
+        memcpy(list->ids + list->n, segment->ids, segment->n * sizeof *segment->ids);
+        list->n += segment->n;
+    }
+    kvg_segment_release(segment);
+    return rc;
+}
+
 static int encode_text(struct encoding *encoding, const struct kvg_text *text)
 {
     struct kvg_run_cursor cursor = {text, 0, 0};
@@ -350,7 +382,7 @@ static int encode_text(struct encoding *encoding, const struct kvg_text *text)
 
     while (from < text->len) {
         struct kvg_added_match match = kvg_added_next(encoding->tokenizer, &cursor, from);
-        if (encode_plain(encoding, (struct kvg_str){text->bytes + from, match.start - from}))
+        if (encode_segment(encoding, text->bytes + from, match.start - from))
             return KVG_NOMEM;
         if (match.id == KVG_NO_TOKEN)
             break;
@@ -365,7 +397,14 @@ static int encode_text(struct encoding *encoding, const struct kvg_text *text)
 int kvg_tokenize(const struct kvg_tokenizer *tokenizer, const struct kvg_text *text, int flags, struct kvg_arena *arena,
                  struct kvg_ids *out, struct kvg_error *err)
 {
-    struct encoding encoding = {tokenizer, {.arena = arena}};
+    return kvg_tokenize_remembering(tokenizer, NULL, text, flags, arena, out, err);
+}
+
+int kvg_tokenize_remembering(const struct kvg_tokenizer *tokenizer, struct kvg_segment_memory *memory,
+                             const struct kvg_text *text, int flags, struct kvg_arena *arena, struct kvg_ids *out,
+                             struct kvg_error *err)
+{
+    struct encoding encoding = {tokenizer, memory, {.arena = arena}};
     struct kvg_id_list *list = &encoding.list;
     bool bos = (flags & KVG_ADD_BOS) && tokenizer->info.add_bos;
 

@@ -54,6 +54,12 @@ enum {
 int kvg_tokenize(const struct kvg_tokenizer *tokenizer, const struct kvg_text *text, int flags, struct kvg_arena *arena,
                  struct kvg_ids *out, struct kvg_error *err);
 
+/* The same, remembering segments between added tokens in `memory` (may be NULL), which belongs to this tokenizer alone. */
+struct kvg_segment_memory;
+int kvg_tokenize_remembering(const struct kvg_tokenizer *tokenizer, struct kvg_segment_memory *memory,
+                             const struct kvg_text *text, int flags, struct kvg_arena *arena, struct kvg_ids *out,
+                             struct kvg_error *err);
+
 /* The bytes that token `id` stands for when generated (byte-level decoded, "▁" to a space, <0xNN> to its byte); they may be
  * part of a character. len 0 for CONTROL and out-of-range ids unless `special`, which gives a CONTROL token its own text. */
 struct kvg_str kvg_token_bytes(const struct kvg_tokenizer *tokenizer, uint32_t id, bool special);

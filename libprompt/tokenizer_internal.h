@@ -148,6 +148,7 @@ struct kvg_id_list {
     struct kvg_arena *arena;
     uint32_t *ids;
     size_t n, cap;
+    size_t segment_start; /* ids before it belong to other segments: a run of unknown characters ends there */
 };
 int kvg_id_list_reserve(struct kvg_id_list *list, size_t more); /* 0 or KVG_NOMEM */
 

@@ -321,7 +321,7 @@ static void emit_symbol(const struct kvg_tokenizer *tokenizer, uint32_t id, cons
     if (known) {
         for (uint32_t i = 0; i < span; i++)
             out->ids[out->n++] = tokenizer->byte_ids[bytes[i]];
-    } else if (tokenizer->unk != KVG_NO_TOKEN && (out->n == 0 || out->ids[out->n - 1] != tokenizer->unk)) {
+    } else if (tokenizer->unk != KVG_NO_TOKEN && (out->n == out->segment_start || out->ids[out->n - 1] != tokenizer->unk)) {
         out->ids[out->n++] = tokenizer->unk;
     }
 }
