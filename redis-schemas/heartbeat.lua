@@ -73,18 +73,20 @@ while buckets < SWEEP_BUCKETS and seen < SWEEP_CLAIMS do
     local own = string.format('%sown:%04x', base, cursor)
     local claims = redis.call('HGETALL', own)
     for i = 1, #claims, 2 do
-        local kept, dropped = {}, false
-        for number in string.gmatch(claims[i + 1], '%d+') do
-            if live(number) then
-                kept[#kept + 1] = number
-            else
-                dropped = true
+        if not alive[claims[i + 1]] then -- most fields name one live lease
+            local kept, dropped = {}, false
+            for number in string.gmatch(claims[i + 1], '%d+') do
+                if live(number) then
+                    kept[#kept + 1] = number
+                else
+                    dropped = true
+                end
             end
-        end
-        if #kept == 0 then
-            redis.call('HDEL', own, claims[i])
-        elseif dropped then
-            redis.call('HSET', own, claims[i], table.concat(kept, ','))
+            if #kept == 0 then
+                redis.call('HDEL', own, claims[i])
+            elseif dropped then
+                redis.call('HSET', own, claims[i], table.concat(kept, ','))
+            end
         end
     end
     seen = seen + #claims / 2

@@ -56,12 +56,13 @@ end
 for at = 1, #events, 21 do
     local own, field = base .. 'own:' .. string.sub(events, at + 1, at + 4), string.sub(events, at + 5, at + 20)
     local stored = string.byte(events, at) == 43
-    local list = redis.call('HGET', own, field)
-    if not list then
-        if stored then
-            redis.call('HSET', own, field, lease)
-        end
-    elseif list ~= lease or not stored then
+    local list
+    if not stored or redis.call('HSETNX', own, field, lease) == 0 then
+        list = redis.call('HGET', own, field)
+    end
+    if list == lease and not stored then
+        redis.call('HDEL', own, field)
+    elseif list and list ~= lease then
         -- Whoever writes a field drops the dead leases from it.
         local kept = {}
         for number in string.gmatch(list, '%d+') do

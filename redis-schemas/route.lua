@@ -71,32 +71,31 @@ local function usable(lease)
     return w and w.state == 'ready' and w
 end
 
--- 3. Who holds block p: the leases that claim it, live or not.
+-- 3. Who holds block p: the leases that claim it, live or not, separated by commas.
 local fields = 0
 local function claims(p)
     local at = (p - 1) * stride
-    local list = redis.call('HGET', base .. 'own:' .. string.sub(chain, at + 1, at + 4), string.sub(chain, at + 5, at + 20))
-    local set = {}
-    for lease in string.gmatch(list or '', '%d+') do
-        set[lease] = true
-    end
     fields = fields + 1
-    return set
+    return redis.call('HGET', base .. 'own:' .. string.sub(chain, at + 1, at + 4), string.sub(chain, at + 5, at + 20)) or ''
 end
 
 -- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. A worker that holds a block holds all before it, so
 --    each owner's depth is now known to lie in lo <= depth < hi.
 local lo, hi, owners = {}, {}, {}
-local p = 1
-local open = 1
+local p, open, list, set = 1, 1, nil, nil
 while p <= blocks and open > 0 do
-    local set = claims(p)
-    open = 0
-    if p == 1 then
-        for lease in pairs(set) do
-            owners[#owners + 1] = lease
+    local before = list
+    list = claims(p)
+    if list ~= before then
+        set = {}
+        for lease in string.gmatch(list, '%d+') do
+            set[lease] = true
+            if p == 1 then
+                owners[#owners + 1] = lease
+            end
         end
     end
+    open = 0
     for _, lease in ipairs(owners) do
         if not hi[lease] then
             if set[lease] then
@@ -140,28 +139,42 @@ local function add(lease)
     end
     return w
 end
-table.sort(owners, function(a, b)
-    if lo[a] ~= lo[b] then
-        return lo[a] > lo[b]
-    end
-    return less_loaded(a, b)
-end)
-local deepest = 0
-for _, lease in ipairs(owners) do
-    if #candidates == OWNERS or lo[lease] < deepest then
-        break
-    end
-    if add(lease) then
-        deepest = lo[lease]
+-- Takes the least loaded owners out of `from`, until there are 16 candidates; owners whose worker is gone do not count.
+local function add_owners(from)
+    while #candidates < OWNERS and #from > 0 do
+        local best, rest = {}, {}
+        for _, lease in ipairs(from) do
+            local at = #best
+            while at > 0 and less_loaded(lease, best[at]) do
+                at = at - 1
+            end
+            if at < OWNERS then
+                table.insert(best, at + 1, lease)
+                lease = table.remove(best, OWNERS + 1)
+            end
+            rest[#rest + 1] = lease
+        end
+        for _, lease in ipairs(best) do
+            if #candidates < OWNERS then
+                add(lease)
+            end
+        end
+        from = rest
     end
 end
-table.sort(owners, less_loaded)
-for _, lease in ipairs(owners) do
-    if #candidates == OWNERS then
-        break
+while #owners > 0 and #candidates == 0 do
+    local deepest, level, rest = 0, {}, {}
+    for _, lease in ipairs(owners) do
+        deepest = math.max(deepest, lo[lease])
     end
-    add(lease)
+    for _, lease in ipairs(owners) do
+        local side = lo[lease] == deepest and level or rest
+        side[#side + 1] = lease
+    end
+    add_owners(level)
+    owners = rest
 end
+add_owners(owners)
 -- … and the 8 least loaded workers.
 local first, found = 0, 0
 while found < LEAST_LOADED and first < 32 * LEAST_LOADED do
@@ -221,10 +234,10 @@ while rounds > 0 and rounds < ROUNDS do
     end
     table.sort(probes)
     for _, at in ipairs(probes) do
-        local set = claims(at)
+        local list = ',' .. claims(at) .. ','
         for _, w in ipairs(candidates) do
             if w.lo < at and at < w.hi then
-                if set[w.lease] then
+                if string.find(list, ',' .. w.lease .. ',', 1, true) then
                     w.lo = at
                 else
                     w.hi = at
