@@ -75,6 +75,7 @@ const struct kvg_script *kvg_script(enum kvg_script_id id)
         [KVG_SCRIPT_WORKERS] = {"workers", script_workers, script_workers_len, SCRIPT_WORKERS_SHA1},
         [KVG_SCRIPT_FORGET] = {"forget", script_forget, script_forget_len, SCRIPT_FORGET_SHA1},
         [KVG_SCRIPT_HOLDS] = {"holds", script_holds, script_holds_len, SCRIPT_HOLDS_SHA1},
+        [KVG_SCRIPT_OWNERS] = {"owners", script_owners, script_owners_len, SCRIPT_OWNERS_SHA1},
     };
     return &scripts[id];
 }

@@ -40,6 +40,7 @@ enum kvg_script_id {
     KVG_SCRIPT_WORKERS,
     KVG_SCRIPT_FORGET,
     KVG_SCRIPT_HOLDS,
+    KVG_SCRIPT_OWNERS,
     KVG_SCRIPT_COUNT
 };
 const struct kvg_script *kvg_script(enum kvg_script_id id);

@@ -25,7 +25,7 @@
 #include "gpu-worker/log.h"
 
 enum {
-    BATCH_EVENTS = 256, /* about a third of a millisecond of Redis' time */
+    BATCH_EVENTS = 256, /* about a millisecond of Redis' time */
     BEAT_MS = 1000,
     RETRY_MS = 1000,
     SHED_MS = 5000, /* stored blocks are left out for so long after Redis was out of memory */

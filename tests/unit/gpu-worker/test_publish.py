@@ -12,6 +12,7 @@ from conftest import BUILD
 from schemas import BLOCK, FakeWorker, Schemas, random_chain
 from stack import Redis, wait_until
 
+ACL = "~kvgate:* +@connection +info +evalsha +eval +@hash +@sortedset +@string +@keyspace +time".split()  # as the README says
 DRIVER = os.path.join(BUILD, "tests/tools/publish_driver")
 
 
@@ -323,7 +324,7 @@ def test_a_wrong_url_or_name_is_refused_at_open(redis):
 
 def test_password_user_db_and_unix_socket(tmp_path):
     path = str(tmp_path / "redis.sock")
-    with Redis("--unixsocket", path, "--requirepass", "s3:cr@t", "--user", "u1", "on", ">pw%20", "~*", "&*", "+@all") as server:
+    with Redis("--unixsocket", path, "--requirepass", "s3:cr@t", "--user", "u1", "on", ">pw%20", *ACL) as server:
         import redis as client
         for url, db in ((f"redis://:s3%3Acr%40t@127.0.0.1:{server.port}/2", 2), (f"redis://u1:pw%2520@127.0.0.1:{server.port}/3", 3)):
             with Driver(url) as driver:
