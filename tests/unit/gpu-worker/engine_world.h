@@ -25,6 +25,8 @@ struct world {
     struct engine *engine;
 };
 
+static struct publisher *the_publisher; /* what open_world gives the engine; NULL in most tests */
+
 /* Writes a toy model by the shared tool; `what` are its arguments. The caller unlinks the file. */
 static inline void write_toy(char path[64], const char *what)
 {
@@ -62,7 +64,7 @@ static inline void open_world(struct world *w, const char *path, struct engine_o
     log_set_level(LOG_WARN);
     options.model_name = "toy";
     if (model_open(&w->model, &model, &err) < 0 || kvg_prompt_model_open(&w->prompt_model, path, 0, &err) < 0 ||
-        engine_open(&w->engine, &options, w->model, w->prompt_model, NULL, &err) < 0)
+        engine_open(&w->engine, &options, w->model, w->prompt_model, the_publisher, &err) < 0)
         fail_msg("%s: %s", path, err.message);
 }
 
