@@ -112,7 +112,7 @@ fuzzers: $(FUZZ_BIN)
 
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so
-$(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/config) $(B)/libprompt.a $(B)/libschemas.a
+$(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/config nginx-module/build.sh nginx-module/exports.map) $(B)/libprompt.a $(B)/libschemas.a
 	nginx-module/build.sh $(B) $@
 module: $(MODULE)
 

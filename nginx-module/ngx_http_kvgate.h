@@ -231,8 +231,8 @@ ngx_int_t ngx_http_kvgate_redis_init(ngx_cycle_t *cycle, ngx_http_kvgate_main_co
 void ngx_http_kvgate_redis_exit(void);
 /* Asks route.lua. handler is called once: with the reply, or with NULL and REDIS_TIMEOUT, REDIS_DOWN or REDIS_ERROR. Returns NULL
  * (handler is not called) and *failure where the query cannot even be sent. */
-ngx_http_kvgate_lookup_t *ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler, void *data,
-                                                      ngx_http_kvgate_reason_e *failure);
+ngx_http_kvgate_lookup_t *ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler,
+                                                      void *data, ngx_http_kvgate_reason_e *failure);
 /* The handler will not be called any more. */
 void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_lookup_t *lookup);
 
@@ -240,12 +240,15 @@ void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_lookup_t *lookup);
 ngx_int_t ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old);
 void ngx_http_kvgate_count(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_reason_e reason);
 /* Replaces what is known of a pool's workers; marks of leases that have not beaten since stay. */
-void ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, const struct kvg_live_worker *workers,
-                                 size_t n);
+void ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool,
+                                 const struct kvg_live_worker *workers, size_t n);
 /* Copies the ready workers into out[NGX_HTTP_KVGATE_WORKERS]; returns their number. */
-ngx_uint_t ngx_http_kvgate_workers_get(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_http_kvgate_worker_t *out);
+ngx_uint_t ngx_http_kvgate_workers_get(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool,
+                                       ngx_http_kvgate_worker_t *out);
 /* Whether the lease is marked down. */
-ngx_uint_t ngx_http_kvgate_worker_down(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease);
+ngx_uint_t ngx_http_kvgate_worker_down(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id,
+                                       uint64_t lease);
+/* Marks a lease that refused a connection, until its next heartbeat. */
 void ngx_http_kvgate_worker_mark(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease);
 
 /* directives.c */

@@ -1,11 +1,11 @@
 /* kvgate_balance: connects a request to the workers chosen for it, best first; others go to the balancer configured before it.
  *
- * The retry rule: a generation never runs twice. Before a byte of the request was sent, the next worker is tried; after that, only a
- * 503 in place of the reply moves the request on. nginx itself would retry any error that proxy_next_upstream names, so in every other
- * case free() leaves no tries; and where nginx adds one for a reused connection, get() answers NGX_BUSY.
+ * The retry rule: a generation never runs twice. Before a byte of the request was sent, the next worker is tried; after that,
+ * only a 503 in place of the reply moves the request on. nginx itself would retry any error that proxy_next_upstream names, so in
+ * every other case free() leaves no tries; and where nginx adds one for a reused connection, get() answers NGX_BUSY.
  *
- * A reused connection that its worker has closed meanwhile is noticed before the first byte (output()), and the same worker is asked
- * again on another one.
+ * A reused connection that its worker has closed meanwhile is noticed before the first byte (output()), and the same worker is
+ * asked again on another one.
  */
 #include "ngx_http_kvgate.h"
 
@@ -104,8 +104,8 @@ ngx_http_kvgate_failed_peer(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *p
     }
 
     candidate = peer->ctx->chosen;
-    ngx_http_kvgate_worker_mark(ngx_http_get_module_main_conf(peer->request, ngx_http_kvgate_module), candidate->pool, &candidate->worker,
-                                candidate->lease);
+    ngx_http_kvgate_worker_mark(ngx_http_get_module_main_conf(peer->request, ngx_http_kvgate_module), candidate->pool,
+                                &candidate->worker, candidate->lease);
     ngx_log_error(NGX_LOG_WARN, pc->log, 0, "kvgate: worker \"%V\" at \"%V\" cannot be reached; avoided until its next heartbeat",
                   &candidate->worker, &candidate->addr);
 }

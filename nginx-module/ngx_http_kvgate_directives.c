@@ -118,7 +118,8 @@ ngx_http_kvgate_model(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
     value = cf->args->elts;
 
     if (!kvg_name_valid((char *) value[1].data, value[1].len)) {
-        ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "model name \"%V\" must be 1 to %d of A-Z a-z 0-9 . _ / -", &value[1], KVG_NAME_MAX);
+        ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "model name \"%V\" must be 1 to %d of A-Z a-z 0-9 . _ / -", &value[1],
+                           KVG_NAME_MAX);
         return NGX_CONF_ERROR;
     }
 
@@ -248,7 +249,8 @@ ngx_http_kvgate_redis_prefix(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
     }
 
     if (!kvg_prefix_valid((char *) value[1].data, value[1].len)) {
-        ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "key prefix \"%V\" must be at most %d of A-Z a-z 0-9 . _ / : -", &value[1], KVG_PREFIX_MAX);
+        ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "key prefix \"%V\" must be at most %d of A-Z a-z 0-9 . _ / : -", &value[1],
+                           KVG_PREFIX_MAX);
         return NGX_CONF_ERROR;
     }
 

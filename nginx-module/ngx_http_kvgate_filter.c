@@ -1,7 +1,7 @@
 /* The end of a stream whose upstream failed. nginx only cuts the connection then; a client of an SSE stream shall see why.
  *
- * When an upstream fails after the header was sent, nginx finalizes it (u->cleanup is NULL from then on) and sends one flush buffer
- * without data. The frame takes its place, and ends the reply properly.
+ * When an upstream fails after the header was sent, nginx finalizes it (u->cleanup is NULL from then on) and sends one flush
+ * buffer without data. The frame takes its place, and ends the reply properly.
  */
 #include "ngx_http_kvgate.h"
 
@@ -9,8 +9,8 @@
 static ngx_http_output_body_filter_pt  ngx_http_next_body_filter;
 
 /* The longest lead ends a line and an event that were cut. */
-static u_char  ngx_http_kvgate_frame[] = "\n\ndata: {\"error\":{\"message\":\"the worker's reply ended early\",\"type\":\"server_error\","
-                                         "\"param\":null,\"code\":\"upstream_ended_early\"}}\n\n";
+static u_char  ngx_http_kvgate_frame[] = "\n\ndata: {\"error\":{\"message\":\"the worker's reply ended early\","
+                                         "\"type\":\"server_error\",\"param\":null,\"code\":\"upstream_ended_early\"}}\n\n";
 
 
 static ngx_uint_t

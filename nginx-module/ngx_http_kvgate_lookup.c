@@ -70,14 +70,16 @@ ngx_http_kvgate_address(ngx_http_request_t *r, ngx_http_kvgate_main_conf_t *conf
     }
 
     if (rc != NGX_OK) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0, "kvgate: worker \"%V\" advertises \"%V\", which is no numeric address with a port",
-                      &candidate->worker, &candidate->addr);
+        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0,
+                      "kvgate: worker \"%V\" advertises \"%V\", which is no numeric address with a port", &candidate->worker,
+                      &candidate->addr);
         return NGX_DECLINED;
     }
 
     if (ngx_cidr_match(candidate->sockaddr, conf->allow) != NGX_OK) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0, "kvgate: worker \"%V\" advertises \"%V\", which is outside kvgate_allow",
-                      &candidate->worker, &candidate->addr);
+        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0,
+                      "kvgate: worker \"%V\" advertises \"%V\", which is outside kvgate_allow", &candidate->worker,
+                      &candidate->addr);
         return NGX_DECLINED;
     }
 
@@ -153,8 +155,8 @@ ngx_http_kvgate_add(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, const ngx
 }
 
 
-/* Known workers in the order of the request's rendezvous scores; without a whole block, of load, ties at random. Appends those that
- * are not candidates yet. Returns NGX_DECLINED where an address was refused. */
+/* Known workers in the order of the request's rendezvous scores; without a whole block, of load, ties at random. Appends those
+ * that are not candidates yet. Returns NGX_DECLINED where an address was refused. */
 static ngx_int_t
 ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_pool_t *pool)
 {
@@ -301,8 +303,8 @@ ngx_http_kvgate_read_reply(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
         ngx_http_kvgate_candidates(r, ctx, NULL);
 
     } else if (reply.status == KVG_ROUTE_MISMATCH) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0, "kvgate: model \"%s\": workers and gateway differ: %s", ctx->prompt.model->name,
-                      reply.mismatch);
+        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0, "kvgate: model \"%s\": workers and gateway differ: %s",
+                      ctx->prompt.model->name, reply.mismatch);
         ctx->reason = NGX_HTTP_KVGATE_MISMATCH;
         ngx_http_kvgate_candidates(r, ctx, NULL);
 

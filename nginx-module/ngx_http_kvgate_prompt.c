@@ -207,6 +207,7 @@ static int
 ngx_http_kvgate_tail(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body, const struct kvg_ids *ids, ngx_uint_t aliased)
 {
     u_char      *last;
+    size_t       size;
     ngx_uint_t   override;
 
     override = !p->priority && kvg_json_get(body, "priority") != NULL;
@@ -215,7 +216,8 @@ ngx_http_kvgate_tail(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body, c
         return KVG_OK;
     }
 
-    last = kvg_arena_alloc(&p->keep, sizeof(",\"prompt_token_ids\":[],\"model\":\"\",\"priority\":0}") + KVG_NAME_MAX + (ids ? ids->n * 11 : 0));
+    size = sizeof(",\"prompt_token_ids\":[],\"model\":\"\",\"priority\":0}") + KVG_NAME_MAX + (ids ? ids->n * 11 : 0);
+    last = kvg_arena_alloc(&p->keep, size);
     if (last == NULL) {
         return KVG_NOMEM;
     }

@@ -159,7 +159,8 @@ ngx_http_kvgate_redis_complain(const char *what)
 {
     if (!redis.complained && !ngx_exiting && !ngx_quit && !ngx_terminate) {
         redis.complained = 1;
-        ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0, "kvgate: redis %s: %s; requests are routed without it, retrying each second",
+        ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0,
+                      "kvgate: redis %s: %s; requests are routed without it, retrying each second",
                       ngx_http_kvgate_redis_url()->shown, what);
     }
 }
@@ -196,8 +197,8 @@ ngx_http_kvgate_redis_greeted(redisAsyncContext *context, void *data, void *priv
     redis.silent = 0;
 
     if (reply->type == REDIS_REPLY_ERROR) {
-        ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0, "kvgate: redis %s: %s: %s", ngx_http_kvgate_redis_url()->shown, (char *) privdata,
-                      reply->str);
+        ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0, "kvgate: redis %s: %s: %s", ngx_http_kvgate_redis_url()->shown,
+                      (char *) privdata, reply->str);
     }
 }
 
@@ -219,7 +220,8 @@ ngx_http_kvgate_redis_greet(void)
         redisAsyncCommand(context, ngx_http_kvgate_redis_greeted, "SELECT", "SELECT %d", (int) url->db);
     }
 
-    redisAsyncCommand(context, ngx_http_kvgate_redis_greeted, "CLIENT SETNAME", "CLIENT SETNAME kvgate-gateway:%d", (int) ngx_pid);
+    redisAsyncCommand(context, ngx_http_kvgate_redis_greeted, "CLIENT SETNAME", "CLIENT SETNAME kvgate-gateway:%d",
+                      (int) ngx_pid);
 }
 
 
@@ -363,11 +365,11 @@ ngx_http_kvgate_call_free(ngx_http_kvgate_lookup_t *call)
 static ngx_int_t
 ngx_http_kvgate_call_send(ngx_http_kvgate_lookup_t *call)
 {
-    if (redisAsyncCommandArgv(redis.context, ngx_http_kvgate_redis_reply, call, call->argc, call->argv, call->argv_len) != REDIS_OK) {
-        return NGX_ERROR;
-    }
+    int  rc;
 
-    return NGX_OK;
+    rc = redisAsyncCommandArgv(redis.context, ngx_http_kvgate_redis_reply, call, call->argc, call->argv, call->argv_len);
+
+    return rc == REDIS_OK ? NGX_OK : NGX_ERROR;
 }
 
 

@@ -137,7 +137,8 @@ ngx_http_kvgate_has_prompt(ngx_http_request_t *r, enum kvg_endpoint *endpoint)
 }
 
 
-/* The operator's salt as it travels in a header: as it is where it is short and printable without spaces, else "sha1:" and its hash. */
+/* The operator's salt as it travels in a header: as it is where it is short and printable without spaces, else "sha1:" and its
+ * hash. */
 static ngx_int_t
 ngx_http_kvgate_salt(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_loc_conf_t *lcf)
 {
@@ -469,8 +470,8 @@ ngx_http_kvgate_body_read(ngx_http_request_t *r)
 
 /* ---- the phase handler ---- */
 
-/* Another pass: of a request that is decided and was resumed, or in the location that it was redirected to (also when its body could
- * not be read). */
+/* Another pass: of a request that is decided and was resumed, or in the location that it was redirected to (also when its body
+ * could not be read). */
 static ngx_int_t
 ngx_http_kvgate_again(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t mode)
 {

@@ -1,5 +1,6 @@
 /* What the upstream is sent: the client's body with the ids in place of its final brace, and our headers in place of the
- * client's X-Kvgate-*. The client's own body stays beside it: a location without kvgate, reached by an internal redirect, sends that.
+ * client's X-Kvgate-*. The client's own body stays beside it: a location without kvgate, reached by an internal redirect, sends
+ * that.
  */
 #include "ngx_http_kvgate.h"
 
@@ -7,7 +8,8 @@
 static ngx_uint_t
 ngx_http_kvgate_own_header(const ngx_table_elt_t *h)
 {
-    return h->key.len >= sizeof("X-Kvgate-") - 1 && ngx_strncasecmp(h->key.data, (u_char *) "X-Kvgate-", sizeof("X-Kvgate-") - 1) == 0;
+    return h->key.len >= sizeof("X-Kvgate-") - 1
+           && ngx_strncasecmp(h->key.data, (u_char *) "X-Kvgate-", sizeof("X-Kvgate-") - 1) == 0;
 }
 
 
@@ -111,7 +113,8 @@ ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, n
         value.data = (u_char *) ctx->prompt.model->fingerprint;
         value.len = KVG_HASH_HEX;
 
-        return ngx_http_kvgate_push(r, "X-Kvgate-Fingerprint", "x-kvgate-fingerprint", sizeof("X-Kvgate-Fingerprint") - 1, &value);
+        return ngx_http_kvgate_push(r, "X-Kvgate-Fingerprint", "x-kvgate-fingerprint", sizeof("X-Kvgate-Fingerprint") - 1,
+                                    &value);
     }
 
     return NGX_OK;
@@ -136,8 +139,8 @@ ngx_http_kvgate_append(ngx_pool_t *pool, ngx_chain_t **last, ngx_buf_t *b)
 }
 
 
-/* The first `cut` bytes of the body and the tail. Buffers are copied, not their bytes; nginx's reinit for a second upstream rewinds
- * each to its start, and files to offset 0, which holds for the one file that a body can be. */
+/* The first `cut` bytes of the body and the tail. Buffers are copied, not their bytes; nginx's reinit for a second upstream
+ * rewinds each to its start, and files to offset 0, which holds for the one file that a body can be. */
 static ngx_int_t
 ngx_http_kvgate_make_body(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 {

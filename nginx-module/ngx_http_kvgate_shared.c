@@ -104,8 +104,8 @@ ngx_http_kvgate_is_down(const ngx_http_kvgate_worker_t *w)
 
 
 void
-ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, const struct kvg_live_worker *workers,
-    size_t n)
+ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool,
+    const struct kvg_live_worker *workers, size_t n)
 {
     size_t                     i;
     ngx_http_kvgate_worker_t  *old;

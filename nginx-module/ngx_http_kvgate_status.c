@@ -13,8 +13,8 @@ ngx_http_kvgate_status_worker(struct kvg_buf *buf, const ngx_http_kvgate_worker_
     kvg_buf_json_string(buf, w->live.state, ngx_strlen(w->live.state));
     kvg_buf_puts(buf, ",\"version\":");
     kvg_buf_json_string(buf, w->live.version, ngx_strlen(w->live.version));
-    kvg_buf_printf(buf, ",\"lease\":%llu,\"beat\":%llu,\"running\":%.0f,\"waiting\":%.0f,\"blocks_used\":%.0f,\"blocks_total\":%.0f,"
-                        "\"backlog\":%.0f,\"reachable\":%s}",
+    kvg_buf_printf(buf, ",\"lease\":%llu,\"beat\":%llu,\"running\":%.0f,\"waiting\":%.0f,\"blocks_used\":%.0f,"
+                        "\"blocks_total\":%.0f,\"backlog\":%.0f,\"reachable\":%s}",
                    (unsigned long long) w->live.lease, (unsigned long long) w->live.beat, w->live.running, w->live.waiting,
                    w->live.blocks_used, w->live.blocks_total, w->live.backlog,
                    w->down && w->down_lease == w->live.lease && w->live.beat <= w->down_beat ? "false" : "true");

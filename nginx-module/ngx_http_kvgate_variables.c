@@ -94,7 +94,11 @@ ngx_http_kvgate_hit_tokens(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ng
     }
 
     candidate = ctx->chosen;
-    tokens = candidate ? ngx_min((size_t) candidate->hit_blocks * ctx->prompt.model->block_size, ctx->prompt.n_ids) : ctx->hit_tokens;
+    tokens = ctx->hit_tokens;
+
+    if (candidate) {
+        tokens = ngx_min((size_t) candidate->hit_blocks * ctx->prompt.model->block_size, ctx->prompt.n_ids);
+    }
 
     return ngx_http_kvgate_number(r, value, "%ui", tokens, 0);
 }
