@@ -9,17 +9,35 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { SPIN_PAUSES = 20000, CACHE_LINE = 64 };
+enum {
+    SPIN_PAUSES = 20000, /* of a worker between loops */
+    DONE_PAUSES = 1000,  /* of the caller for the last items; then the thread that holds them may need this core */
+    CACHE_LINE = 64
+};
+
+/* `claim` is (loop number << 32 | first item that nobody has taken). Taking items is one compare-and-swap, so it can only succeed
+ * in the loop whose fields were read:
+ *
+ *   caller   claim = (n + 1, CLOSED)    from here no late worker can take anything of loop n
+ *            item, arg, n, chunk        stored with release, loaded with acquire: who reads a new one also sees the closed claim
+ *            claim = (n + 1, 0)         open
+ *   worker   claim -> fields -> compare-and-swap of claim -> items -> done += taken
+ *
+ * The fields of a loop cannot change while somebody holds items of it, because the caller waits for done == n.
+ */
+static const uint64_t CLOSED = UINT32_MAX;
 
 struct thread_pool {
     uint32_t n_threads;
     pthread_t *threads; /* [n_threads - 1] */
-    bool stopping;      /* written before an epoch change, read after */
-    thread_pool_job job;
-    void *arg;
-    _Alignas(CACHE_LINE) _Atomic uint32_t epoch; /* counts jobs; workers wait for it to change */
+    _Atomic bool stopping;
+    _Atomic(thread_pool_item) item;
+    _Atomic(void *) arg;
+    _Atomic uint32_t n, chunk;
+    _Alignas(CACHE_LINE) _Atomic uint64_t claim;
+    _Alignas(CACHE_LINE) _Atomic uint32_t done;  /* items finished in this loop */
+    _Alignas(CACHE_LINE) _Atomic uint32_t epoch; /* the futex: counts loops */
     _Alignas(CACHE_LINE) _Atomic uint32_t sleepers;
-    _Alignas(CACHE_LINE) _Atomic uint32_t running; /* workers that have not finished the current job */
 };
 
 struct worker_start {
@@ -34,6 +52,28 @@ static inline void cpu_pause(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+/* Takes and runs pieces until none is left. */
+static void run_items(struct thread_pool *pool, uint32_t thread)
+{
+    uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
+    for (;;) {
+        thread_pool_item item = atomic_load_explicit(&pool->item, memory_order_acquire);
+        void *arg = atomic_load_explicit(&pool->arg, memory_order_acquire);
+        uint32_t n = atomic_load_explicit(&pool->n, memory_order_acquire);
+        uint32_t chunk = atomic_load_explicit(&pool->chunk, memory_order_acquire);
+        uint32_t first = (uint32_t)claim;
+        if (first >= n || first == CLOSED)
+            return;
+        uint32_t taken = n - first < chunk ? n - first : chunk;
+        if (!atomic_compare_exchange_weak_explicit(&pool->claim, &claim, claim + taken, memory_order_acq_rel,
+                                                   memory_order_acquire))
+            continue;
+        item(arg, thread, first, first + taken);
+        atomic_fetch_add_explicit(&pool->done, taken, memory_order_release);
+        claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
+    }
 }
 
 static void wait_for_epoch(struct thread_pool *pool, uint32_t seen)
@@ -60,14 +100,14 @@ static void kick(struct thread_pool *pool)
 static void *worker_main(void *arg)
 {
     struct worker_start start = *(struct worker_start *)arg;
-    struct thread_pool *pool = start.pool;
+    uint32_t seen = 0;
     free(arg);
-    for (uint32_t seen = 0;; seen++) {
-        wait_for_epoch(pool, seen);
-        if (pool->stopping)
+    for (;;) {
+        wait_for_epoch(start.pool, seen);
+        if (atomic_load_explicit(&start.pool->stopping, memory_order_acquire))
             return NULL;
-        pool->job(pool->arg, start.index, pool->n_threads);
-        atomic_fetch_sub_explicit(&pool->running, 1, memory_order_release);
+        seen = atomic_load_explicit(&start.pool->epoch, memory_order_acquire);
+        run_items(start.pool, start.index);
     }
 }
 
@@ -89,7 +129,7 @@ struct thread_pool *thread_pool_open(uint32_t n_threads)
     struct thread_pool *pool = aligned_alloc(CACHE_LINE, sizeof *pool);
     if (!pool)
         return NULL;
-    *pool = (struct thread_pool){.n_threads = 1};
+    *pool = (struct thread_pool){.n_threads = 1, .claim = CLOSED};
     pool->threads = calloc(n_threads, sizeof *pool->threads);
     if (!pool->threads) {
         free(pool);
@@ -109,7 +149,7 @@ void thread_pool_close(struct thread_pool *pool)
 {
     if (!pool)
         return;
-    pool->stopping = true;
+    atomic_store(&pool->stopping, true);
     kick(pool);
     for (uint32_t i = 1; i < pool->n_threads; i++)
         pthread_join(pool->threads[i - 1], NULL);
@@ -122,45 +162,6 @@ uint32_t thread_pool_size(const struct thread_pool *pool)
     return pool->n_threads;
 }
 
-void thread_pool_run(struct thread_pool *pool, thread_pool_job job, void *arg)
-{
-    if (pool->n_threads == 1) {
-        job(arg, 0, 1);
-        return;
-    }
-    pool->job = job;
-    pool->arg = arg;
-    atomic_store_explicit(&pool->running, pool->n_threads - 1, memory_order_relaxed);
-    kick(pool);
-    job(arg, 0, pool->n_threads);
-    for (uint32_t spin = 0; atomic_load_explicit(&pool->running, memory_order_acquire); spin++) {
-        if (spin < SPIN_PAUSES)
-            cpu_pause();
-        else
-            sched_yield();
-    }
-}
-
-struct item_loop {
-    thread_pool_item item;
-    void *arg;
-    uint32_t n, chunk;
-    _Atomic uint32_t next;
-};
-
-static void run_items(void *arg, uint32_t thread, uint32_t n_threads)
-{
-    struct item_loop *loop = arg;
-    (void)n_threads;
-    for (;;) {
-        uint32_t first = atomic_fetch_add_explicit(&loop->next, loop->chunk, memory_order_relaxed);
-        if (first >= loop->n)
-            return;
-        uint32_t left = loop->n - first;
-        loop->item(loop->arg, thread, first, first + (left < loop->chunk ? left : loop->chunk));
-    }
-}
-
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg)
 {
     if (n == 0)
@@ -169,6 +170,20 @@ void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, threa
         item(arg, 0, 0, n);
         return;
     }
-    struct item_loop loop = {.item = item, .arg = arg, .n = n, .chunk = chunk};
-    thread_pool_run(pool, run_items, &loop);
+    uint64_t loop = (atomic_load_explicit(&pool->claim, memory_order_relaxed) >> 32) + 1;
+    atomic_store(&pool->claim, loop << 32 | CLOSED);
+    atomic_store_explicit(&pool->item, item, memory_order_release);
+    atomic_store_explicit(&pool->arg, arg, memory_order_release);
+    atomic_store_explicit(&pool->n, n, memory_order_release);
+    atomic_store_explicit(&pool->chunk, chunk, memory_order_release);
+    atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool->claim, loop << 32, memory_order_release);
+    kick(pool);
+    run_items(pool, 0);
+    for (uint32_t spin = 0; atomic_load_explicit(&pool->done, memory_order_acquire) != n; spin++) {
+        if (spin < DONE_PAUSES)
+            cpu_pause();
+        else
+            sched_yield();
+    }
 }

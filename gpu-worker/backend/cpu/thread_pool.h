@@ -1,21 +1,22 @@
-/* A fixed set of threads that run one job at a time together with the caller.
+/* A fixed set of threads that share the items of one loop at a time with the caller.
  *
- * Between jobs a worker spins for about 20,000 pauses (some 0.5 ms), then sleeps on a futex: regions inside a step start in well
- * under a microsecond, and an idle process costs nothing.
+ * A loop ends when its items are done, not when every thread has shown up: a thread that the scheduler keeps from running delays
+ * nothing unless it holds an item. Between loops a worker spins for about 20,000 pauses (some 0.5 ms), then sleeps on a futex, so
+ * loops inside a step start in well under a microsecond and an idle process costs nothing.
  */
 #pragma once
 #include <stdint.h>
 
 struct thread_pool;
 
-typedef void (*thread_pool_job)(void *arg, uint32_t thread, uint32_t n_threads);
+/* thread: 0 (the caller) .. size - 1, never the same for two calls at once. */
 typedef void (*thread_pool_item)(void *arg, uint32_t thread, uint32_t first, uint32_t end);
 
 /* n_threads counts the caller. NULL if threads or memory cannot be had. */
 struct thread_pool *thread_pool_open(uint32_t n_threads);
 void thread_pool_close(struct thread_pool *pool);
 uint32_t thread_pool_size(const struct thread_pool *pool);
-/* job(arg, t, n) once on each thread, the caller included; returns when all are done. One caller at a time. */
-void thread_pool_run(struct thread_pool *pool, thread_pool_job job, void *arg);
-/* item(arg, thread, first, end) over all of 0..n in pieces of at most `chunk`, handed out as threads come free. */
+/* item(arg, thread, first, end) over all of 0..n in pieces of at most `chunk` (> 0), handed out as threads come free. What the
+ * caller wrote before is visible to items, and what items wrote is visible after. One caller at a time; items must not call it.
+ */
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg);

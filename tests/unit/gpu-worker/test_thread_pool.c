@@ -13,7 +13,7 @@ enum { ITEMS = 1000 };
 
 struct counts {
     _Atomic uint32_t done[ITEMS];
-    _Atomic uint32_t largest, calls;
+    _Atomic uint32_t largest;
     _Atomic uint32_t bad_thread;
     uint32_t n_threads;
 };
@@ -51,34 +51,34 @@ static void test_every_item_runs_once(void **unused)
     }
 }
 
-static void mark_thread(void *arg, uint32_t thread, uint32_t n_threads)
+/* Short loops of changing size, one after the other: a worker that comes late must never run an item of a loop that has ended. */
+static void test_loops_follow_each_other_without_mixing(void **unused)
 {
-    struct counts *counts = arg;
-    counts->done[thread]++;
-    counts->calls++;
-}
-
-static void test_a_job_runs_once_on_each_thread(void **unused)
-{
-    struct thread_pool *pool = thread_pool_open(3);
-    static struct counts counts;
-    for (int i = 0; i < 500; i++)
-        thread_pool_run(pool, mark_thread, &counts);
-    assert_int_equal(counts.calls, 1500);
-    for (int t = 0; t < 3; t++)
-        assert_int_equal(counts.done[t], 500);
+    struct thread_pool *pool = thread_pool_open(4);
+    static struct counts counts[2];
+    for (uint32_t i = 0; i < 20000; i++) {
+        struct counts *now = &counts[i % 2];
+        uint32_t n = 2 + i % 7;
+        memset(now, 0, 16 * sizeof *now->done);
+        now->n_threads = 4;
+        thread_pool_for(pool, n, 1 + i % 2, count_items, now);
+        for (uint32_t j = 0; j < 16; j++)
+            assert_int_equal(now->done[j], j < n);
+    }
     thread_pool_close(pool);
 }
 
-static void test_jobs_run_after_the_workers_have_gone_to_sleep(void **unused)
+static void test_loops_run_after_the_workers_have_gone_to_sleep(void **unused)
 {
     struct thread_pool *pool = thread_pool_open(2);
     static struct counts counts;
-    for (int i = 0; i < 5; i++) {
+    counts.n_threads = 2;
+    for (uint32_t i = 0; i < 5; i++) {
         usleep(30000); /* far past the spin */
-        thread_pool_run(pool, mark_thread, &counts);
+        thread_pool_for(pool, 100, 1, count_items, &counts);
+        for (uint32_t j = 0; j < 100; j++)
+            assert_int_equal(counts.done[j], i + 1);
     }
-    assert_int_equal(counts.calls, 10);
     thread_pool_close(pool);
 }
 
@@ -94,7 +94,8 @@ static void test_an_idle_pool_uses_no_cpu(void **unused)
 {
     struct thread_pool *pool = thread_pool_open(4);
     static struct counts counts;
-    thread_pool_run(pool, mark_thread, &counts);
+    counts.n_threads = 4;
+    thread_pool_for(pool, 100, 1, count_items, &counts);
     usleep(200000);
     double start = cpu_seconds();
     usleep(1000000);
@@ -106,8 +107,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_item_runs_once),
-        cmocka_unit_test(test_a_job_runs_once_on_each_thread),
-        cmocka_unit_test(test_jobs_run_after_the_workers_have_gone_to_sleep),
+        cmocka_unit_test(test_loops_follow_each_other_without_mixing),
+        cmocka_unit_test(test_loops_run_after_the_workers_have_gone_to_sleep),
         cmocka_unit_test(test_an_idle_pool_uses_no_cpu),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
