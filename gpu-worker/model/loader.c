@@ -189,8 +189,9 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
         struct kvg_error cause = err ? *err : (struct kvg_error){0};
         return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
     }
-    loader->used[tensor - loader->gguf->tensors] = true;
-    loader->loaded_bytes += tensor->n_bytes;
+    bool *used = &loader->used[tensor - loader->gguf->tensors];
+    loader->loaded_bytes += *used ? 0 : tensor->n_bytes; /* a tied embedding is loaded twice */
+    *used = true;
     if (loader->progress && loader->total_bytes)
         loader->progress((double)loader->loaded_bytes / (double)loader->total_bytes, loader->context);
     return 0;

@@ -44,15 +44,15 @@ struct run {
     uint32_t *blocks, n_blocks;
 };
 
-/* Rows past..past+n of one sequence; logits of all rows. */
-static const float *forward(struct run *run, const uint32_t *ids, uint32_t n, uint32_t past)
+/* Rows past..past+n of one sequence; logits of rows skip..n. */
+static const float *forward(struct run *run, const uint32_t *ids, uint32_t n, uint32_t past, uint32_t skip)
 {
     struct model_seq seq = {0, n, past, run->blocks, run->n_blocks};
-    uint32_t outputs[CHUNK];
+    uint32_t outputs[CHUNK], n_outputs = 0;
     struct kvg_error err;
-    for (uint32_t i = 0; i < n; i++)
-        outputs[i] = i;
-    struct model_batch batch = {n, ids, 1, &seq, n, outputs};
+    for (uint32_t i = skip; i < n; i++)
+        outputs[n_outputs++] = i;
+    struct model_batch batch = {n, ids, 1, &seq, n_outputs, outputs};
     if (model_forward(run->model, &batch, &err) != 0)
         fail("forward", err.message);
     return model_logits(run->model);
@@ -95,10 +95,10 @@ static void score(struct run *run, const uint32_t *ids, uint32_t length, uint32_
     uint32_t n_vocab = model_info(run->model)->n_vocab;
     for (uint32_t at = 0; at < length; at += chunk) {
         uint32_t n = length - at < chunk ? length - at : chunk;
-        const float *logits = forward(run, ids + at, n, at);
-        for (uint32_t i = 0; i < n; i++)
-            if (at + i >= first)
-                write_position(out, logits + (size_t)i * n_vocab, n_vocab, picks + (size_t)(at + i - first) * PICKS);
+        uint32_t skip = at >= first ? 0 : first - at < n ? first - at : n;
+        const float *logits = forward(run, ids + at, n, at, skip);
+        for (uint32_t i = skip; i < n; i++)
+            write_position(out, logits + (size_t)(i - skip) * n_vocab, n_vocab, picks + (size_t)(at + i - first) * PICKS);
     }
 }
 
@@ -108,11 +108,11 @@ static void greedy(struct run *run, const uint32_t *ids, uint32_t length, uint32
     const float *logits = NULL;
     for (uint32_t m; past < length; past += m) {
         m = length - past < CHUNK ? length - past : CHUNK;
-        logits = forward(run, ids + past, m, past) + (size_t)(m - 1) * n_vocab;
+        logits = forward(run, ids + past, m, past, m - 1);
     }
     for (uint32_t i = 0; i < n; i++) {
         next[i] = best_of(logits, n_vocab, &margins[i]);
-        logits = forward(run, &next[i], 1, past++);
+        logits = forward(run, &next[i], 1, past++, 0);
     }
 }
 
