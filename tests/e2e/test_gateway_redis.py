@@ -1,6 +1,8 @@
 """Redis decides where a request goes, never whether it is served."""
+import json
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -92,6 +94,21 @@ def test_a_stopped_redis_costs_few_requests_their_timeout(fleet):
     finally:
         os.kill(fleet.redis.pid, signal.SIGCONT)
     wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "tie", 15, "Redis used again")
+
+
+def test_clients_that_leave_while_redis_hangs_harm_nobody(fleet):
+    body = json.dumps(chat()).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    before = fleet.gateway.children()
+    os.kill(fleet.redis.pid, signal.SIGSTOP)
+    try:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+                s.sendall(head + body)
+    finally:
+        os.kill(fleet.redis.pid, signal.SIGCONT)
+    wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "tie", 15, "Redis used again")
+    assert fleet.gateway.children() == before
 
 
 def test_redis_killed_and_back_fails_no_request(fleet):

@@ -250,6 +250,15 @@ def test_a_stream_that_ends_early_gets_an_error_frame(fleet, mode):
     assert len(fleet.requests) == 1
 
 
+def test_buffered_streams_get_their_error_frame_too():
+    with Fleet(1, edits=[(r"proxy_buffering off", "proxy_buffering on")]) as fleet:
+        fleet.workers[0].mode = "early"
+        reply = fleet.post(stream=True)
+        assert reply.status_code == 200 and json.loads(events(reply.text)[-1])["error"]["code"] == "upstream_ended_early"
+        fleet.workers[0].mode = "sse"
+        assert events(fleet.post(stream=True).text)[-1] == "[DONE]"
+
+
 def test_openais_client_raises_where_the_stream_ends_early(fleet):
     both(fleet, "early")
     client = openai.OpenAI(base_url=fleet.url + "/v1", api_key="none", max_retries=0, timeout=20)

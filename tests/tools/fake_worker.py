@@ -34,6 +34,7 @@ class Request:
         self.headers = headers  # [(lower-case name, value)]
         self.body = body
         self.connection = connection
+        self.answered = None  # the mode that it was answered by
 
     def header(self, name):
         """All values of a header, joined; None when absent."""
@@ -191,7 +192,7 @@ class FakeWorker:
 
     def answer(self, connection, request):
         """False where the connection is to be closed."""
-        mode = self.mode
+        mode = request.answered = self.mode
         if self.delay:
             time.sleep(self.delay)
         if mode == "reset":
