@@ -369,6 +369,8 @@ static int run_stages(const struct split *split, const uint8_t *stage, const uin
     if (*stage == END || p == end)
         return p == end ? 0 : split->word(split->context, p, (size_t)(end - p));
     while (p < end) {
+        if (*stage == DIGIT && (p = run_of(&s, p, 0, KVG_DIGIT)) == end)
+            break;
         match = stage_match(&s, *stage, p);
         if (!match) {
             if (*stage == SPACE_AT_END) { /* no match inside the run it just saw: linear on hostile white space */
