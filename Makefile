@@ -151,7 +151,7 @@ asan: deps models-test
 	B=build-asan $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py
 tsan: deps models-test
 	$(MAKE) -j$(JOBS) B=build-tsan SAN=thread unit
-	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py -k "gpu-worker or redis-schemas or prompt_model"
+	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py -k "gpu-worker or redis-schemas or prompt_model or segment_memory"
 
 # Each fuzzer for SECONDS, from the seeds in tests/fuzz/seeds/NAME, with what it found kept in build-fuzz/corpus/NAME.
 SECONDS ?= 60
@@ -173,6 +173,9 @@ lint: build/.apt-test
 	shellcheck -x $(shell git ls-files '*.sh') .ci/run
 
 # ---- benchmarks (none runs in CI; tables on the terminal, build/bench-NAME.json) ------------------------------------------
+bench-prompt: deps models-test
+	$(MAKE) -j$(JOBS) tools
+	$(PYTHON) tests/bench/bench_prompt.py $(B) $(MODELS)
 bench-cache: deps models
 	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_cache.py
@@ -186,6 +189,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-cache \
+.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache \
         check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

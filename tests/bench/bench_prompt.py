@@ -48,7 +48,7 @@ def timed(encode, text):
 
 def peers(gguf):
     hugging_face = references.hugging_face(gguf)
-    yield "tokenizers", lambda text: hugging_face.encode(text, add_special_tokens=False).ids
+    yield "tokenizers", lambda text: hugging_face.encode_batch_fast([text], add_special_tokens=False)[0].ids
     if gguf.get("pre") == "qwen2":
         tiktoken = references.tik_token(gguf, references.QWEN2)
         yield "tiktoken", lambda text: tiktoken.encode_ordinary(text)

@@ -1,6 +1,7 @@
 """Ids equal the reference tokenizers' for every vocabulary at hand, and the tokenizer cases of CASES.md."""
 import glob
 import os
+import random
 import re
 import unicodedata
 
@@ -200,6 +201,16 @@ def test_s1_a_character_spread_over_tokens_decodes_whole(opened):
     ids = [145367, 378, 235, 145233, 378, 235, 145665]
     assert "\ufffd" not in encoder.decode(ids).decode()
     assert encoder.encode(encoder.decode(ids).decode()) == ids
+
+
+def test_s1_broken_bytes_decode_as_pythons_decoder_does(opened):
+    gguf, encoder = opened("llama-spm")
+    first = gguf.get("tokens").index("<0x00>")
+    rng = random.Random(5)
+    for _ in range(2000):
+        data = bytes(rng.choice((rng.randrange(256), rng.randrange(128, 256), 0xF0, 0x9F, 0x98, 0xE2, 0xED, 0xA0, 0x41)) for _ in range(30))
+        data = b"x" + data
+        assert encoder.decode([first + b for b in data]).decode() == data.decode(errors="replace")
 
 
 def test_hostile_words_do_not_take_quadratic_time(opened):
