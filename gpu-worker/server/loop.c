@@ -39,13 +39,14 @@ static size_t open_record(struct loop *loop, struct job *job, uint32_t done)
     return at;
 }
 
+/* Wakes before it unlocks: the record may be the last one that keeps the loop, and its descriptors, alive. */
 static void unlock_inbox(struct loop *loop, bool was_empty)
 {
     if (loop->inbox.failed)
         log_fatal("out of memory for the events of running requests");
-    pthread_mutex_unlock(&loop->lock);
     if (was_empty)
         loop_wake(loop);
+    pthread_mutex_unlock(&loop->lock);
 }
 
 void loop_post_done(struct loop *loop, struct job *job)
