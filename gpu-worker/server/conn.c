@@ -439,25 +439,31 @@ void conn_settle(struct conn *conn)
     watch(conn);
 }
 
+/* A request that has begun and does not go on. */
+static bool reads_late(const struct conn *conn, int64_t now)
+{
+    int64_t since = conn->reader.request.headers_done ? conn->activity_ms : conn->started_ms;
+    return conn->started_ms && now - since > conn->loop->server->options.read_ms;
+}
+
 void conn_tick(struct conn *conn)
 {
+    const struct server_options *limits = &conn->loop->server->options;
     int64_t now = conn->loop->now_ms;
     bool unsent = conn->sent < conn->out.len;
 
     if (conn->state == CONN_LINGER) {
         if (now - conn->started_ms > SERVER_LINGER_MS)
             conn_close(conn);
-    } else if (unsent && now - conn->activity_ms > SERVER_SEND_MS) {
+    } else if (unsent && now - conn->activity_ms > limits->send_ms) {
         atomic_fetch_add(&conn->loop->server->counters.clients_dropped, 1);
         conn_close(conn);
     } else if (conn->state == CONN_READING && conn->started_ms) {
-        bool late = conn->reader.request.headers_done ? now - conn->activity_ms > SERVER_READ_MS
-                                                      : now - conn->started_ms > SERVER_READ_MS;
-        if (late)
+        if (reads_late(conn, now))
             refuse_request(conn, 408, "the request did not arrive in time");
-    } else if (conn->state == CONN_READING && !unsent && now - conn->activity_ms > SERVER_IDLE_MS) {
+    } else if (conn->state == CONN_READING && !unsent && now - conn->activity_ms > limits->idle_ms) {
         conn_close(conn);
-    } else if (conn->streaming && !unsent && now - conn->written_ms > SERVER_COMMENT_MS) {
+    } else if (conn->streaming && !unsent && now - conn->written_ms > limits->comment_ms) {
         static const char comment[] = ": keep-alive\n\n";
         conn_stream_write(conn, comment, sizeof comment - 1);
     }

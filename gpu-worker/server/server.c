@@ -9,16 +9,23 @@
 #include "gpu-worker/server/listen.h"
 #include "gpu-worker/server/server_internal.h"
 
-enum { DEFAULT_THREADS = 2, DEFAULT_BODY = 32 << 20, DEFAULT_WAITING = 1024, BODIES_TOTAL = 16 };
+enum { BODIES_TOTAL = 16 }; /* as many bodies of the largest size are held at a time */
+
+static void default_to(uint32_t *value, uint32_t fallback)
+{
+    if (*value == 0)
+        *value = fallback;
+}
 
 static void set_defaults(struct server_options *options)
 {
-    if (!options->threads)
-        options->threads = DEFAULT_THREADS;
-    if (!options->max_body_bytes)
-        options->max_body_bytes = DEFAULT_BODY;
-    if (!options->max_waiting)
-        options->max_waiting = DEFAULT_WAITING;
+    default_to(&options->threads, 2);
+    default_to(&options->max_body_bytes, 32 << 20);
+    default_to(&options->max_waiting, 1024);
+    default_to(&options->idle_ms, 180 * 1000);
+    default_to(&options->read_ms, 30 * 1000);
+    default_to(&options->send_ms, 60 * 1000);
+    default_to(&options->comment_ms, 5 * 1000);
 }
 
 /* Tenants by API key: the key itself stays out of hashes and logs. */

@@ -22,7 +22,12 @@ struct server_options {
     const char *version;
     uint32_t threads;        /* connection and tokenizing threads; 0 = 2 */
     uint32_t max_body_bytes; /* 0 = 32 MiB */
-    uint32_t max_waiting;    /* requests queued before 503; 0 = 1,024 */
+    /* Time limits in milliseconds; 0 = the value in parentheses. */
+    uint32_t idle_ms;     /* a kept-alive connection without a request (180,000: longer than gateways keep theirs) */
+    uint32_t read_ms;     /* the headers of a request in total; its body between two reads (30,000) */
+    uint32_t send_ms;     /* without progress in sending (60,000) */
+    uint32_t comment_ms;  /* a stream that is silent for this long gets a comment line (5,000) */
+    uint32_t max_waiting; /* requests queued before 503; 0 = 1,024 */
 };
 
 int server_open(struct server **out, const struct server_options *options, struct engine *engine,

@@ -13,11 +13,7 @@ enum {
     SERVER_MAX_CONNECTIONS = 16384, /* of one loop */
     SERVER_MAX_BUFFERED = 4 << 20,  /* unsent bytes of a stream before its client is dropped */
     SERVER_MAX_REPLIES = 1 << 20,   /* unsent bytes before no further pipelined request is taken up */
-    SERVER_IDLE_MS = 180 * 1000,    /* keep-alive; gateways close theirs after 60-75 s */
-    SERVER_READ_MS = 30 * 1000,     /* headers in total; a body between two reads */
-    SERVER_SEND_MS = 60 * 1000,     /* without progress in sending */
     SERVER_LINGER_MS = 2 * 1000,    /* a closed connection's last bytes */
-    SERVER_COMMENT_MS = 5 * 1000,   /* a silent stream gets a comment line */
     SERVER_TICK_MS = 500
 };
 

@@ -117,7 +117,8 @@ static unsigned count(const char *text, const char *part)
 
 /* ---- setup ------------------------------------------------------------------------------------------------------------- */
 
-static int open_world_with(void **state, const char *api_key, uint32_t max_waiting)
+/* limits: what differs from the usual world. */
+static int open_world_with(void **state, struct server_options limits)
 {
     struct world *w = calloc(1, sizeof *w);
     struct kvg_error err = {0};
@@ -129,10 +130,14 @@ static int open_world_with(void **state, const char *api_key, uint32_t max_waiti
         .port = w->port,
         .gateway_listen = w->gateway,
         .model_name = "toy",
-        .api_key = api_key,
+        .api_key = limits.api_key,
         .version = "0",
         .max_body_bytes = 4096,
-        .max_waiting = max_waiting,
+        .max_waiting = limits.max_waiting,
+        .idle_ms = limits.idle_ms,
+        .read_ms = limits.read_ms,
+        .send_ms = limits.send_ms,
+        .comment_ms = limits.comment_ms,
         .priority_scheduling = true,
     };
     if (server_open(&w->server, &options, NULL, NULL, NULL, &err) < 0)
@@ -143,17 +148,22 @@ static int open_world_with(void **state, const char *api_key, uint32_t max_waiti
 
 static int open_world(void **state)
 {
-    return open_world_with(state, NULL, 0);
+    return open_world_with(state, (struct server_options){0});
 }
 
 static int open_locked(void **state)
 {
-    return open_world_with(state, "secret", 0);
+    return open_world_with(state, (struct server_options){.api_key = "secret"});
 }
 
 static int open_narrow(void **state)
 {
-    return open_world_with(state, NULL, 1);
+    return open_world_with(state, (struct server_options){.max_waiting = 1});
+}
+
+static int open_hasty(void **state)
+{
+    return open_world_with(state, (struct server_options){.idle_ms = 1, .read_ms = 1, .send_ms = 1, .comment_ms = 1});
 }
 
 static int close_world(void **state)
@@ -494,6 +504,35 @@ static void a_head_request_gets_no_body(void **state)
     close(fd);
 }
 
+static void a_silent_stream_is_kept_alive_by_comments(void **state)
+{
+    int fd = dial(*state);
+    post(fd, "/v1/completions", "{\"prompt\":\"p\",\"stream\":true}");
+    struct scripted *r = scripted_wait(0);
+    assert_has(hear(fd, ": keep-alive\n\n"), "\r\n: keep-alive\n\n\r\n");
+    scripted_text(r, 0, "x");
+    scripted_finish(r, 0, FINISH_STOP);
+    assert_has(hear(fd, "[DONE]"), "\"text\":\"x\"");
+    close(fd);
+}
+
+static void a_request_that_does_not_go_on_is_408_and_an_idle_connection_ends(void **state)
+{
+    int fd = dial(*state);
+    say(fd, "POST /v1/completions HTTP/1.1\r\nContent-Length: 14\r\n\r\n{");
+    const char *text = hear(fd, NULL);
+    assert_has(text, "HTTP/1.1 408 ");
+    assert_has(text, "Connection: close\r\n");
+    close(fd);
+    fd = dial(*state);
+    say(fd, "GET /health HTT");
+    assert_has(hear(fd, NULL), "HTTP/1.1 408 ");
+    close(fd);
+    fd = dial(*state);
+    assert_string_equal(hear(fd, NULL), ""); /* closed without a word */
+    close(fd);
+}
+
 /* ---- the gateway ------------------------------------------------------------------------------------------------------- */
 
 static void the_gateways_ids_count_under_this_workers_fingerprint(void **state)
@@ -637,6 +676,9 @@ int main(void)
         IN_WORLD(the_plain_listener_ignores_the_gateways_headers),
         IN_WORLD(tokenize_gives_ids_and_chain),
         cmocka_unit_test_setup_teardown(too_many_waiting_requests_get_503, open_narrow, close_world),
+        cmocka_unit_test_setup_teardown(a_silent_stream_is_kept_alive_by_comments, open_hasty, close_world),
+        cmocka_unit_test_setup_teardown(a_request_that_does_not_go_on_is_408_and_an_idle_connection_ends, open_hasty,
+                                        close_world),
         IN_WORLD(a_drain_finishes_what_runs_and_takes_no_more),
         IN_WORLD(closing_the_server_cancels_what_runs),
     };
