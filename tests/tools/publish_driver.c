@@ -7,6 +7,7 @@
  *   churn N SEED   N random stores and evictions, store again and evict again among them           -> held count
  *   held           -> first 20 hex digits of each held block   stats     -> name=value ...
  *   report on|off  whether steps end      drain                load B    backlog tokens in the next reports
+ *   seed N         drivers with equal seeds store equal blocks
  *   leave          publisher_close, exit
  */
 #include <inttypes.h>
@@ -135,6 +136,8 @@ static int obey(struct driver *d, char *line)
     } else if (sscanf(line, "churn %zu %" SCNu64, &count, &number) == 2) {
         churn(d, count, number);
         printf("%zu\n", d->n);
+    } else if (sscanf(line, "seed %" SCNu64, &d->random) == 1) {
+        printf("ok\n");
     } else if (sscanf(line, "load %" SCNu64, &d->backlog) == 1) {
         printf("ok\n");
     } else if (sscanf(line, "report %15s", word) == 1) {
@@ -180,6 +183,7 @@ int main(int argc, char **argv)
     struct kvg_error err;
     if (!d.held || publisher_open(&d.publisher, &options, &err)) {
         fprintf(stderr, "%s\n", d.held ? err.message : "out of memory");
+        free(d.held);
         return 1;
     }
     char line[256];

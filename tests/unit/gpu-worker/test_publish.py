@@ -1,6 +1,7 @@
 """The publisher against a real Redis that is flushed, restarted, stalled, full, read-only or gone: at quiet, the claims in Redis
 are exactly the blocks that the worker holds, and no claim of a dead worker counts."""
 import os
+import random
 import select
 import signal
 import subprocess
@@ -362,3 +363,67 @@ def test_three_workers_route_by_what_they_hold(redis, schemas):
             assert [row[3] for row in schemas.route(chain)[1:]] == ["0", "0"]
             again.tell("store 1")
             wait_equal(schemas, again)
+
+
+def disturb(rng, redis, schemas):
+    """One of the things that happen to a Redis."""
+    key = schemas.base + rng.choice(["w:w1", "w:w2", "leases", "load", "meta"])
+    what = rng.choice(["kill", "kill", "delete", "flush", "scripts", "gap", "pause", "full", "replica", "restart"])
+    client = schemas.client
+    if what == "kill":
+        redis.cli("CLIENT", "KILL", "TYPE", "normal")
+    elif what == "delete":
+        client.delete(key)
+    elif what == "flush":
+        client.flushall()
+    elif what == "scripts":
+        client.script_flush()
+    elif what == "gap" and client.exists(schemas.base + "w:w1"):
+        client.hincrby(schemas.base + "w:w1", "seq", rng.choice([-2, -1]))
+    elif what == "pause":
+        redis.cli("CLIENT", "PAUSE", rng.choice([300, 1500]), "ALL")
+    elif what == "full":
+        client.config_set("maxmemory", "1")
+        time.sleep(0.5)
+        client.config_set("maxmemory", "0")
+    elif what == "replica":
+        client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        time.sleep(0.5)
+        client.execute_command("REPLICAOF", "NO", "ONE")
+    elif what == "restart":
+        redis.stop()
+        time.sleep(rng.choice([0, 0.5]))
+        redis.start()
+
+
+def survives(redis, schemas, seed, rounds):
+    """Two workers with common blocks, random trouble, then quiet: the claims are the blocks held, and no others."""
+    rng = random.Random(seed)
+    with Driver(redis.url, "w1", queue=2048) as w1, Driver(redis.url, "w2", queue=2048) as w2:
+        for driver in (w1, w2):
+            driver.tell(f"seed {seed}")
+            driver.tell("store 300")
+        for _ in range(rounds):
+            for driver in (w1, w2):
+                driver.tell(f"churn {rng.choice([10, 300, 3000])} {rng.getrandbits(32)}")
+            disturb(rng, redis, schemas)
+            time.sleep(rng.choice([0, 0.05, 0.3]))
+        # Whatever was left out while Redis was full comes back with the next stored blocks.
+        def quiet():
+            for driver in (w1, w2):
+                driver.tell("store 1")
+            time.sleep(0.2)
+            return all(live_claims(schemas, driver.worker) == driver.held() for driver in (w1, w2))
+        wait_until(quiet, 40, f"claims equal to the blocks held (seed {seed})", interval=0.3)
+        wait_equal(schemas, w1)
+        wait_equal(schemas, w2)
+
+
+def test_random_trouble(redis, schemas):
+    survives(redis, schemas, seed=1, rounds=12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_much_random_trouble(redis, schemas, seed):
+    survives(redis, schemas, seed, rounds=25)

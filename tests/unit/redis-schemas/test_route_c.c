@@ -228,6 +228,8 @@ static redisReply *read_reply(const char *bytes)
     return reply;
 }
 
+#define ONE_CHOICE "*2\r\n$2\r\nok\r\n*7\r\n"
+
 static void unexpected_replies_are_errors_with_a_text(void **state)
 {
     static const char *const replies[] = {
@@ -241,11 +243,10 @@ static void unexpected_replies_are_errors_with_a_text(void **state)
         "*2\r\n$2\r\nok\r\n$1\r\nx\r\n",
         "*2\r\n$2\r\nok\r\n*1\r\n$1\r\nw\r\n",
         "*1\r\n$6\r\nstrang\r\n",
-        "*2\r\n$2\r\nok\r\n*7\r\n$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$2\r\n-1\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
-        "*2\r\n$2\r\nok\r\n*7\r\n$0\r\n\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
-        "*2\r\n$2\r\nok\r\n*7\r\n$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$3\r\nnan\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
-        "*2\r\n$2\r\nok\r\n*7\r\n$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n0\r\n$"
-        "20\r\nrrrrrrrrrrrrrrrrrrrr\r\n",
+        ONE_CHOICE "$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$2\r\n-1\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
+        ONE_CHOICE "$0\r\n\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
+        ONE_CHOICE "$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$3\r\nnan\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n",
+        ONE_CHOICE "$1\r\nw\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n0\r\n$1\r\n0\r\n$16\r\nrrrrrrrrrrrrrrrr\r\n",
         "*5\r\n$2\r\nok\r\n*0\r\n*0\r\n*0\r\n*0\r\n",
     };
     struct world *w = *state;
