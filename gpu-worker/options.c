@@ -104,7 +104,7 @@ static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, 
         n *= 1024;
     if (unit && *end == 'i')
         end++;
-    if (*end == 'B')
+    if (*end == 'B' || *end == 'b')
         end++;
     if (text[0] < '0' || text[0] > '9' || *end || !(n >= 1) || n > 1e15)
         return kvg_fail(err, KVG_INVALID, "--%s must be a number of bytes such as 512M or 2G, got \"%s\"", flag->name, text);

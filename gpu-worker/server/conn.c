@@ -18,6 +18,17 @@ enum { KEEP_OUT = 256 << 10 };
 
 /* ---- life -------------------------------------------------------------------------------------------------------------- */
 
+/* Fails on a unix socket, which needs none of it. Keep-alive probes find a client whose machine is gone within a minute. */
+static void tune_socket(int fd)
+{
+    int one = 1, idle_s = 30, interval_s = 10, probes = 3;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+}
+
 void conn_open(struct loop *loop, int fd, bool gateway)
 {
     struct conn *conn = calloc(1, sizeof *conn);
@@ -25,8 +36,7 @@ void conn_open(struct loop *loop, int fd, bool gateway)
         close(fd);
         return;
     }
-    int one = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one); /* fails on a unix socket, which needs none */
+    tune_socket(fd);
     conn->loop = loop;
     conn->fd = fd;
     conn->gateway = gateway;
@@ -135,7 +145,8 @@ static bool closes_after(const struct conn *conn)
 
 static void head(struct conn *conn, int status, const char *type)
 {
-    kvg_buf_printf(&conn->out, "HTTP/1.1 %d %s\r\nContent-Type: %s\r\n", status, http_status_str((enum http_status)status), type);
+    kvg_buf_printf(&conn->out, "HTTP/1.1 %d %s\r\nDate: %s\r\nContent-Type: %s\r\n", status,
+                   http_status_str((enum http_status)status), loop_date(conn->loop), type);
     if (conn->request_id[0])
         kvg_buf_printf(&conn->out, "x-request-id: %s\r\n", conn->request_id);
     if (closes_after(conn)) {

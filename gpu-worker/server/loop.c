@@ -87,6 +87,18 @@ static int64_t monotonic_ms(void)
     return now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
+const char *loop_date(struct loop *loop)
+{
+    time_t now = time(NULL);
+    struct tm tm;
+    if (now != loop->date_s) {
+        gmtime_r(&now, &tm);
+        strftime(loop->date, sizeof loop->date, "%a, %d %b %Y %H:%M:%S GMT", &tm);
+        loop->date_s = now;
+    }
+    return loop->date;
+}
+
 static void read_inbox(struct loop *loop)
 {
     pthread_mutex_lock(&loop->lock);

@@ -33,6 +33,8 @@ struct loop {
     struct conn *touched; /* those that have something new to read or send */
     unsigned n_conns, n_jobs;
     int64_t now_ms, next_tick_ms; /* monotonic clock, once a round */
+    int64_t date_s;               /* the second that `date` names */
+    char date[32];
     char scratch[LOOP_READ_BYTES];
 
     pthread_mutex_t lock;        /* inbox */
@@ -45,6 +47,9 @@ int loop_start(struct loop *loop, struct kvg_error *err);
 void loop_wake(struct loop *loop); /* any thread */
 /* After server.stopping was set: joins the thread. False when jobs never came back, whose memory then has to stay. */
 bool loop_close(struct loop *loop);
+
+/* Now, as the Date header writes it; loop thread. */
+const char *loop_date(struct loop *loop);
 
 /* Any thread: job->ops->done, or ->event with a copy of the parts joined, will run on the loop thread. */
 void loop_post_done(struct loop *loop, struct job *job);

@@ -526,6 +526,18 @@ def test_a_drain_finishes_streams_and_exits_0():
         assert w.wait() == 0
 
 
+# M1
+def test_a_pool_smaller_than_the_context_blocks_nobody():
+    with Worker("--num-kv-blocks", 64, "--block-size", 16, "--max-model-len", 2048, "--scheduling-policy", "priority", "--max-num-seqs", 4) as w:
+        over = post(w, "/v1/completions", {"prompt": [5] * 1500, "max_tokens": 1})
+        assert over.status_code == 400 and "1500" in over.json()["error"]["message"] and "1024" in over.json()["error"]["message"]
+        assert complete(w, prompt=[5] * 10, max_tokens=1, ignore_eos=True)["usage"]["completion_tokens"] == 1
+        tight = complete(w, prompt=list(range(100, 1000)), max_tokens=400, ignore_eos=True)
+        assert tight["choices"][0]["finish_reason"] == "length" and 100 <= tight["usage"]["completion_tokens"] <= 125
+        assert "64 blocks" in w.log() and "16 tokens" in w.log()
+        assert post(w, "/v1/completions", {"prompt": "x", "priority": 1}).json()["error"]["param"] == "priority"
+
+
 def test_a_second_signal_exits_at_once():
     with Worker("--max-model-len", 2048, gateway=False) as w:
         s = raw(w)
