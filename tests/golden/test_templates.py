@@ -137,7 +137,7 @@ def render(cases):
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     done = subprocess.run([program], input=lines.encode(), capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return [json.loads(line) for line in done.stdout.decode().splitlines()]
+    return [json.loads(line) for line in done.stdout.decode().split("\n")[:-1]]
 
 
 @pytest.fixture(autouse=True)
@@ -164,3 +164,25 @@ def test_every_template_renders_as_transformers_does():
     print(f"{len(cases)} prompts, {raising} of them raise, {len(wrong)} differ")
     if wrong:
         pytest.fail(f"{len(wrong)} of {len(cases)} differ:\n" + "\n".join(line[:3000] for line in wrong[:20]))
+
+
+VARIABLES = {
+    "x": {"a": {"b": {"c": "deep"}}, "list": [3, 1, 2], "s": "multi\nline <é>", "big": 12345678901234567890123, "f": 1.0},
+    "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}],
+    "m": "v",
+}
+
+
+def test_every_construct_means_what_it_means_in_jinja():
+    """One template a line of jinja_snippets.txt; `\\n` outside of tags stands for a newline where the line needs one."""
+    lines = (pathlib.Path(__file__).parent / "jinja_snippets.txt").read_text().splitlines()
+    snippets = [line.replace("\\n", "\n") if line.startswith("   {%") else line for line in lines]
+    wrong = []
+    for snippet, answer in zip(snippets, render([{"template": s, "vars": VARIABLES, "now": NOW} for s in snippets])):
+        try:
+            want, error = reference._compile_jinja_template(snippet).render(**copy.deepcopy(VARIABLES)), None
+        except Exception as raised:
+            want, error = None, f"{type(raised).__name__}: {raised}"
+        if (want is None) != ("error" in answer) or want != answer.get("text"):
+            wrong.append(f"{snippet}\n  want {error or want!r}\n  got  {answer.get('error') or answer.get('text')!r}")
+    assert not wrong, f"{len(wrong)} of {len(snippets)} differ:\n" + "\n".join(wrong)
