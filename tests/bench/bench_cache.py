@@ -22,7 +22,7 @@ WORDS = "river stone lamp garden winter copper signal harbor meadow thunder viol
 
 def prefix(number):
     """About 2,000 tokens of plain words that differ from the first block on."""
-    return f"Notes {number}. " + " ".join(WORDS[(i * (number + 3) + i // 7) % len(WORDS)] for i in range(1900))
+    return f"Notes {number}. " + " ".join(WORDS[(i * (number + 3) + i // 7) % len(WORDS)] for i in range(1980))
 
 
 def body(system, question):
@@ -51,7 +51,7 @@ def measure(gateway, folder):
 def main():
     with Redis() as redis:
         workers = [Worker("--max-model-len", "4096", redis=redis, worker_id=f"w{n}", kv_cache_memory="512M").start() for n in (1, 2)]
-        gateway = Gateway(redis=redis).start()
+        gateway = Gateway(redis=redis, servers=[w.gateway_addr for w in workers]).start()
         try:
             for n in (1, 2):
                 wait_until(lambda: redis.cli("exists", f"kvgate:{{smollm2}}:w:w{n}") == "1", what="workers in Redis")
