@@ -72,6 +72,14 @@ def test_nginx_t_refuses_and_says_why(name):
     assert code != 0 and re.search(pattern, text) and "[emerg]" in text, text
 
 
+@pytest.mark.parametrize("options", [dict(redis_url="redis://[::1]:1/2"), dict(redis_url="redis://localhost"), dict(redis_url="unix:/x/y.sock?db=1"),
+                                     dict(redis_url="redis://ann:pw@127.0.0.1"), dict(http="kvgate_allow 10.0.0.0/8 fe80::/10 unix:;"),
+                                     dict(http="kvgate_alpha 2.5;"), dict(location="kvgate_priority on; kvgate_salt $remote_user; kvgate_bypass $arg_x;")], ids=str)
+def test_nginx_t_accepts(options):
+    code, text = conf_test(**options)
+    assert code == 0, text
+
+
 def test_a_zone_too_small_for_its_models_is_said():
     code, text = conf_test(edits=[(r"kvgate_zone kvgate:1m", "kvgate_zone kvgate:64k")])
     assert code != 0 and 'kvgate_zone "kvgate" of 65536 bytes is too small' in text
@@ -271,6 +279,15 @@ def test_an_internal_redirect_within_kvgate_adds_the_ids_once(fleet):
         request, = fleet.requests
         assert request.body.startswith(body[:-1] + b',"prompt_token_ids":[') and request.body.count(b"prompt_token_ids") == 1
         assert request.header("x-kvgate-fingerprint") == fleet.fingerprint
+
+
+def test_unbuffered_request_bodies_and_another_balancer_work():
+    with Fleet(2, location="proxy_request_buffering off;", edits=[(r"kvgate_balance;", "least_conn; kvgate_balance;")]) as fleet:
+        for body in (BODY, json.dumps(chat(WORDS * 400)).encode()):
+            for data in (body, (body[at:at + 1000] for at in range(0, len(body), 1000))):
+                reply = requests.post(fleet.url + "/v1/chat/completions", data=data, headers=JSON, timeout=20)
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "tie"
+        assert all(r.body.startswith(b'{"model"') and r.json()["prompt_token_ids"] for r in fleet.requests) and len(fleet.requests) == 4
 
 
 def test_the_status_page_counts(fleet):

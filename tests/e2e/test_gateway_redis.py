@@ -163,6 +163,26 @@ def test_password_database_and_prefix_are_used():
             assert "s3cret" not in gateway.log()
 
 
+def test_the_next_url_is_tried_where_one_is_dead():
+    with Redis() as redis, FakeWorker("w1") as worker:
+        urls = f"redis://127.0.0.1:1 unix:/nowhere/redis.sock redis://127.0.0.1:{redis.port}"
+        with Gateway(servers=[worker.addr], redis_url=urls) as gateway:
+            worker.register(redis, gateway.status()["models"][0]["fingerprint"])
+            wait_until(lambda: gateway.workers() == ["w1"], 10, "the third URL in use")
+
+
+def test_redis_on_a_unix_socket_is_used():
+    with Redis("--unixsocketperm", "777") as redis, FakeWorker("w1") as worker:
+        os.chmod(redis.dir, 0o755)
+        path = os.path.join(redis.dir, "redis.sock")
+        redis.stop()
+        redis.args += ["--unixsocket", path]
+        redis.start()
+        with Gateway(servers=[worker.addr], redis_url=f"unix:{path}") as gateway:
+            worker.register(redis, gateway.status()["models"][0]["fingerprint"])
+            wait_until(lambda: gateway.workers() == ["w1"], 10, "the socket in use")
+
+
 def test_a_wrong_password_is_logged_and_fails_no_request():
     with Redis("--requirepass", "right") as redis, FakeWorker("w1") as worker:
         with Gateway(servers=[worker.addr], redis_url=f"redis://:wrong@127.0.0.1:{redis.port}") as gateway:
@@ -187,15 +207,17 @@ def test_a_mismatch_of_block_size_is_loud_and_served():
         assert "block size is 32 here and 64 at the workers" in fleet.gateway.log()
 
 
-@pytest.mark.parametrize("addr", ["8.8.8.8:80", "localhost:80", "127.0.0.1", "unix:", "[::2]:80", "127.0.0.1:0", "0.0.0.0:80"])
-def test_an_address_outside_kvgate_allow_is_never_used(addr):
-    with Fleet(1, register=False) as fleet:
-        fleet.workers[0].register(fleet.redis, fleet.fingerprint, addr=addr)
+def test_addresses_outside_kvgate_allow_are_never_used():
+    bad = ["8.8.8.8:80", "localhost:80", "127.0.0.1", "unix:", "[::2]:80", "127.0.0.1:0", "0.0.0.0:80"]
+    with Fleet(len(bad), register=False) as fleet:
+        for worker, addr in zip(fleet.workers, bad):
+            worker.register(fleet.redis, fleet.fingerprint, addr=addr)
         fleet.wait_seen()
         reply = fleet.post()
         assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "denied"
-        assert len(fleet.requests) == 1  # by the server line
-        assert f'advertises "{addr}"' in fleet.gateway.log()
+        assert len(fleet.requests) == 1  # by a server line
+        for addr in bad:
+            assert f'advertises "{addr}"' in fleet.gateway.log()
 
 
 def test_a_worker_on_a_unix_socket_is_served():
