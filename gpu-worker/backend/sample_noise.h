@@ -88,10 +88,14 @@ SAMPLE_INLINE float sample_exp(float x)
     y = sample_step(y, x, 1.6666665459e-1f);
     y = sample_step(y, x, 5.0000001201e-1f);
     y = SAMPLE_ADD(sample_step(y, SAMPLE_MUL(x, x), x), 1.0f);
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23, keep = in < -87.0f ? 0 : ~0u; /* a mask, so that loops vectorize */
     float scale;
     memcpy(&scale, &bits, sizeof scale);
-    return in < -87.0f ? 0.0f : SAMPLE_MUL(y, scale);
+    y = SAMPLE_MUL(y, scale);
+    memcpy(&bits, &y, sizeof bits);
+    bits &= keep;
+    memcpy(&y, &bits, sizeof y);
+    return y;
 }
 
 /* A random word to Gumbel noise. The uniform number is (k + 1/2) / 2^23: never 0, never 1, exact in f32. */

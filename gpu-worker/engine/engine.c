@@ -256,9 +256,6 @@ static int choose_sizes(struct engine *engine, const struct engine_options *opti
     if (info->num_blocks == 0)
         return kvg_fail(err, KVG_INVALID, "a KV cache of %llu bytes holds no block of %llu bytes", (unsigned long long)budget,
                         (unsigned long long)bytes);
-    log_info("kv cache: %u blocks of %u tokens, %llu bytes a block, %llu MiB; %.1f requests of %u tokens fit", info->num_blocks,
-             info->block_size, (unsigned long long)bytes, (unsigned long long)(bytes * info->num_blocks >> 20),
-             (double)info->num_blocks * info->block_size / info->max_model_len, info->max_model_len);
     return 0;
 }
 

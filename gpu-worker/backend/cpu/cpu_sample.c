@@ -6,13 +6,16 @@
  * Candidates are ordered by (w descending, id ascending); top-k and top-p keep a prefix of that order, found by selection on
  * the bits of w instead of sorting.
  */
+#ifndef __clang__
+#pragma GCC optimize("no-trapping-math") /* values stay as they are; gcc may turn `?:` into masks and vectorize */
+#endif
 #include "gpu-worker/backend/sampling.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>
 #include "gpu-worker/backend/sample_noise.h"
 
-enum { LANES = 16 };
+enum { LANES = 16, STRETCH = 256, NEAR_MAX = 4096 };
 
 /* A NaN logit can never be drawn; +inf stays finite, so that differences do. */
 static inline float finite_or_low(float x)
@@ -49,16 +52,34 @@ static uint32_t first_equal(const float *x, uint32_t n, float value)
 
 /* ---- log-probabilities under the raw logits ------------------------------------------------------------------------------- */
 
-static float log_sum_exp(const float *logits, uint32_t n, float max)
+/* Sum of e^w, in short stretches, so that the exponentials vectorize. */
+static double total_mass(const float *w, uint32_t n)
 {
-    double sum = 0;
+    double sum[4] = {0};
+    float mass[STRETCH];
 
-    if (!(max > -INFINITY && max < INFINITY))
+    for (uint32_t i = 0; i < n; i += STRETCH) {
+        uint32_t m = n - i < STRETCH ? n - i : STRETCH;
+        for (uint32_t k = 0; k < m; k++)
+            mass[k] = sample_exp(w[i + k]);
+        while (m % 4)
+            mass[m++] = 0;
+        for (uint32_t k = 0; k < m; k += 4)
+            for (int lane = 0; lane < 4; lane++)
+                sum[lane] += mass[k + lane];
+    }
+    return sum[0] + sum[1] + sum[2] + sum[3];
+}
+
+static float log_sum_exp(const float *logits, uint32_t n, float *scratch)
+{
+    float max = finite_or_low(largest(logits, n));
+
+    if (max == -INFINITY)
         return max;
     for (uint32_t i = 0; i < n; i++)
-        if (logits[i] - max > -87.0f)
-            sum += sample_exp(logits[i] - max);
-    return max + (float)log(sum);
+        scratch[i] = finite_or_low(logits[i]) - max;
+    return max + (float)log(total_mass(scratch, n));
 }
 
 /* JSON has no infinity: what cannot be drawn reads -9999, as in vLLM. */
@@ -85,9 +106,10 @@ static void top_ids(const float *logits, uint32_t n, uint32_t k, struct sample_r
     result->n_top = have;
 }
 
-static void report_logprobs(const float *logits, uint32_t n, const struct sample_row *row, struct sample_result *result)
+static void report_logprobs(const float *logits, uint32_t n, const struct sample_row *row, float *scratch,
+                            struct sample_result *result)
 {
-    float lse = log_sum_exp(logits, n, finite_or_low(largest(logits, n)));
+    float lse = log_sum_exp(logits, n, scratch);
 
     result->logprob = raw_logprob(logits, result->id, lse);
     uint32_t k = row->top_logprobs < SAMPLE_TOP_MAX ? row->top_logprobs : SAMPLE_TOP_MAX;
@@ -143,9 +165,9 @@ static inline uint32_t key_of(float value)
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* What is kept: keys above `key`, and of those equal to it the `ties` lowest ids. */
+/* What is kept: values above `value`, and of those equal to it the `ties` lowest ids. */
 struct cut {
-    uint32_t key;
+    float value;
     double ties;
 };
 
@@ -183,37 +205,65 @@ static uint32_t select_digit(const double *weight, int width, double *goal)
     return last;
 }
 
-/* The shortest prefix of the order whose weight reaches `goal`: a number, or with by_mass a share of the mass. It has one
- * candidate at least. */
-static struct cut select_prefix(const float *w, uint32_t n, bool by_mass, double goal)
+/* The values from `least` up, to out[NEAR_MAX + STRETCH]; their number, or more than NEAR_MAX when there are too many. */
+static uint32_t gather(const float *w, uint32_t n, float least, float *out)
+{
+    uint32_t m = 0;
+
+    for (uint32_t i = 0; i < n && m <= NEAR_MAX;) {
+        uint32_t end = n - i < STRETCH ? n : i + STRETCH;
+        for (; i < end; i++) {
+            out[m] = w[i];
+            m += w[i] >= least;
+        }
+    }
+    return m;
+}
+
+/* By digits over w[n]: the point where the weight reaches `goal`. */
+static struct cut select_cut(const float *w, uint32_t n, bool by_mass, double goal)
 {
     static const int shift[] = {21, 10, 0}, width[] = {11, 11, 10};
-    double weight[2048], total = 0;
+    double weight[2048];
     uint32_t key = 0, bits;
     float value;
 
     for (int i = 0; i < 3; i++) {
         weigh(w, n, key, shift[i], width[i], by_mass, weight);
-        if (i == 0 && by_mass) {
-            for (uint32_t digit = 0; digit < 2048; digit++)
-                total += weight[digit];
-            goal *= total;
-        }
         key |= select_digit(weight, width[i], &goal) << shift[i];
     }
     bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
     memcpy(&value, &bits, sizeof value);
     double each = by_mass ? (double)sample_exp(value) : 1.0, ties = each > 0 ? ceil(goal / each) : 1;
-    return (struct cut){key, ties > 1 ? ties : 1};
+    return (struct cut){value, ties > 1 ? ties : 1};
+}
+
+/* The shortest prefix of the order whose weight reaches `goal`: a number, or with by_mass a share of the mass. It has one
+ * candidate at least. Mostly the few values near the largest hold it, and only they are looked at closely. */
+static struct cut select_prefix(const float *w, uint32_t n, bool by_mass, double goal)
+{
+    static const float least[] = {-4, -10, -20};
+    float near[NEAR_MAX + STRETCH + 1];
+
+    if (by_mass)
+        goal *= total_mass(w, n);
+    for (int i = 0; i < 3; i++) {
+        uint32_t m = gather(w, n, least[i], near);
+        if (m > NEAR_MAX)
+            break;
+        if ((by_mass ? total_mass(near, m) : m) > goal)
+            return select_cut(near, m, by_mass, goal);
+    }
+    return select_cut(w, n, by_mass, goal);
 }
 
 static void drop_below(float *w, uint32_t n, struct cut cut)
 {
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t key = key_of(w[i]);
-        if (key < cut.key || (key == cut.key && cut.ties-- < 1))
+    for (uint32_t i = 0; i < n; i++)
+        w[i] = w[i] < cut.value ? -INFINITY : w[i];
+    for (uint32_t i = 0; i < n; i++)
+        if (w[i] == cut.value && cut.ties-- < 1)
             w[i] = -INFINITY;
-    }
 }
 
 static void filter(float *w, uint32_t n, const struct sample_row *row)
@@ -279,7 +329,7 @@ static uint32_t choose(const float *logits, uint32_t n, const struct sample_row 
     if (greedy)
         return likely;
     for (uint32_t i = 0; i < n; i++)
-        w[i] = (w[i] - max) / row->temperature;
+        w[i] = (w[i] - max) / row->temperature + 0.0f; /* no -0: keys and comparisons must agree */
     filter(w, n, row);
     return draw(w, n, row, likely);
 }
@@ -293,5 +343,5 @@ void sample_row_cpu(const float *logits, uint32_t n_vocab, const struct sample_r
     result->logprob = 0;
     result->id = choose(logits, n, row, scratch);
     if (row->want_logprob)
-        report_logprobs(logits, n, row, result);
+        report_logprobs(logits, n, row, scratch, result);
 }
