@@ -9,7 +9,9 @@ out=$(mkdir -p "$(dirname "$2")" && cd "$(dirname "$2")" && pwd)/$(basename "$2"
 source=${NGINX_SRC:-/usr/share/nginx/src}
 tree=$build/nginx
 version=$(sed -n "s/^VERSION *:= *//p" "$(dirname "$module")/Makefile")
-export KVGATE_ROOT=$(dirname "$module") KVGATE_BUILD=$build
+KVGATE_ROOT=$(dirname "$module")
+KVGATE_BUILD=$build
+export KVGATE_ROOT KVGATE_BUILD
 
 [ -f "$source/conf_flags" ] || { echo "build.sh: $source: no nginx sources (Debian package nginx-dev)" >&2; exit 1; }
 
@@ -18,6 +20,7 @@ if [ ! -f "$tree/objs/Makefile" ] || [ "$module/config" -nt "$tree/objs/Makefile
     rm -rf "$tree"
     cp -r "$source" "$tree"
     cd "$tree"
+    # shellcheck source=/dev/null
     . ./conf_flags
     ./configure --with-cc-opt="$(dpkg-buildflags --get CFLAGS) -fPIC $(dpkg-buildflags --get CPPFLAGS) -DKVGATE_VERSION=$version" \
         --with-ld-opt="$(dpkg-buildflags --get LDFLAGS) -fPIC" \

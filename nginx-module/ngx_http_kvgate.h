@@ -40,7 +40,7 @@
 #endif
 
 /* Bodies larger than this are parsed and tokenized in a thread. */
-#define NGX_HTTP_KVGATE_INLINE  65536
+#define NGX_HTTP_KVGATE_INLINE  32768
 
 /* Workers that a request may be tried on, best first. */
 #define NGX_HTTP_KVGATE_CANDIDATES  8
