@@ -137,6 +137,54 @@ def test_within_one_mean_prompt_the_rendezvous_order_decides(schemas):
     assert firsts == set(names), "ties spread"
 
 
+def serve(schemas, workers, chain, tokens):
+    """Routes a prompt and does what its worker then would: queue the uncached tokens, hold the blocks, say so."""
+    choice = schemas.route(chain, tokens)[1]
+    worker, held = workers[choice[0]], int(choice[3])
+    worker.backlog += tokens - held * BLOCK
+    worker.publish(stored=chain[held:])
+    worker.beat()
+    return worker, held
+
+
+def test_one_hot_prefix_does_not_overload_its_owner(schemas):
+    """96 requests at once behind one 1,000-token system prompt: every worker gets a fair share, and most requests still hit."""
+    rng = random.Random(3)
+    workers = {name: FakeWorker(schemas, name).up() for name in ("w1", "w2", "w3")}
+    prefix = random_chain(31, rng)
+    hits = 0
+    for _ in range(96):
+        _, held = serve(schemas, workers, prefix + random_chain(6, rng), 37 * BLOCK + 5)
+        hits += held >= 31
+    loads = [w.backlog for w in workers.values()]
+    assert max(loads) < 1.5 * sum(loads) / 3 and hits >= 90
+
+
+def test_two_hot_prefixes_settle_apart(schemas):
+    """Two groups behind two prefixes of 4,000 tokens, two workers: each group finds its own, most requests hit."""
+    rng = random.Random(5)
+    workers = {name: FakeWorker(schemas, name).up() for name in ("w1", "w2")}
+    groups = [random_chain(125, rng), random_chain(125, rng)]
+    at, hits = [{}, {}], 0
+    for turn in range(60):
+        group = rng.randint(0, 1)
+        worker, held = serve(schemas, workers, groups[group] + random_chain(3, rng), 128 * BLOCK)
+        at[group][worker.name] = at[group].get(worker.name, 0) + 1
+        hits += held >= 125
+        for w in workers.values():
+            w.backlog = max(0, w.backlog - 200)
+            w.beat()
+    assert hits >= 55
+    homes = [max(counts, key=counts.get) for counts in at]
+    assert homes[0] != homes[1] and all(max(counts.values()) >= 0.8 * sum(counts.values()) for counts in at), at
+
+
+def test_unique_prompts_avoid_a_busy_worker_and_spread_over_the_others(schemas):
+    workers = {name: FakeWorker(schemas, name, backlog).up() for name, backlog in (("busy", 60000), ("b", 0), ("c", 0))}
+    served = [serve(schemas, workers, random_chain(20, random.Random(i)), 20 * BLOCK)[0].name for i in range(30)]
+    assert "busy" not in served and min(served.count("b"), served.count("c")) >= 8
+
+
 def test_rendezvous_scores_equal_the_vectors(schemas):
     with open(os.path.join(ROOT, "tests/golden/rendezvous.json"), encoding="utf-8") as f:
         vectors = json.load(f)
