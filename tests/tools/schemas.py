@@ -10,6 +10,21 @@ FINGERPRINT = "0123456789abcdef0123456789abcdef"
 BLOCK = 32
 
 
+# Every field of some buckets: hash digits, leases, ...
+ALL_FIELDS = """
+local found = {}
+for bucket = tonumber(ARGV[2]), tonumber(ARGV[3]) do
+    local hex = string.format('%04x', bucket)
+    local fields = redis.call('HGETALL', ARGV[1] .. 'own:' .. hex)
+    for i = 1, #fields, 2 do
+        found[#found + 1] = hex .. fields[i]
+        found[#found + 1] = fields[i + 1]
+    end
+end
+return found
+"""
+
+
 def source(name):
     with open(os.path.join(ROOT, "redis-schemas", name + ".lua"), encoding="utf-8") as f:
         return f.read()
@@ -38,14 +53,9 @@ class Schemas:
     def claims(self, lease):
         """Every block that this lease claims, by its first 20 hex digits; reads each bucket."""
         found = set()
-        pipe = self.client.pipeline(transaction=False)
         for start in range(0, 65536, 4096):
-            for bucket in range(start, start + 4096):
-                pipe.hgetall(f"{self.base}own:{bucket:04x}")
-            for bucket, fields in enumerate(pipe.execute(), start):
-                for field, leases in fields.items():
-                    if str(lease) in text(leases).split(","):
-                        found.add("%04x" % bucket + text(field))
+            rows = text(self.client.eval(ALL_FIELDS, 0, self.base, start, start + 4095))
+            found |= {rows[i] for i in range(0, len(rows), 2) if str(lease) in rows[i + 1].split(",")}
         return found
 
 

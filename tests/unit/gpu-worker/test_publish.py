@@ -263,12 +263,12 @@ def test_a_mismatch_serves_loudly_without_publishing_and_joins_later(redis, sche
 
 
 def test_heartbeats_stop_when_no_step_ends(redis, schemas, tmp_path):
-    with Driver(redis.url, stall_ms=1500, log=tmp_path / "log") as driver:
+    with Driver(redis.url, stall_ms=600, log=tmp_path / "log") as driver:
         driver.tell("store 5")
         wait_equal(schemas, driver)
         driver.tell("report off")
         wait_until(lambda: schemas.call("workers") == [], 25, "the lease's end")
-        assert [line for line in driver.lines() if "no step ended for 1.5 s" in line]
+        assert [line for line in driver.lines() if "no step ended for 0.6 s" in line]
         driver.tell("report on")
         wait_equal(schemas, driver)
 
