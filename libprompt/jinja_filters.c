@@ -142,7 +142,7 @@ FILTER(f_indent)
     if (!indent && (!arg_int(r, p[0], 4, &width) || !(indent = spaces(r, width))))
         return ERROR_VALUE;
     bool first = arg_bool(p[1], false), blank = arg_bool(p[2], false);
-    const struct str *newline = str_literal(r, "\n"), *whole = str_concat(r, self.s, newline);
+    const struct str *newline = str_literal(r, "\n"), *whole = newline ? str_concat(r, self.s, newline) : NULL;
     struct seq *lines = whole ? str_splitlines(r, whole, false) : NULL;
     struct pieces out;
     pieces_init(&out);

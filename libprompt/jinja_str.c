@@ -292,6 +292,8 @@ const struct str *str_replace(struct render *r, const struct str *s, const struc
 const struct str *str_repeat(struct render *r, const struct str *s, int64_t n)
 {
     struct pieces out;
+    if (!s)
+        return NULL;
     pieces_init(&out);
     for (int64_t i = 0; i < n && s->len; i++)
         if (!pieces_add_str(r, &out, s))
