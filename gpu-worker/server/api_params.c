@@ -84,7 +84,8 @@ static int read_number(struct parse *p, const struct kvg_json *value)
     snprintf(what, sizeof what, "a number from %g to %g", f->low, f->high);
     if (!kvg_json_double(value, &number) || number > f->high || number < f->low)
         return expected(p, what, value);
-    *(float *)((char *)p->out + f->at) = (float)number;
+    float narrow = (float)number;
+    memcpy((char *)p->out + f->at, &narrow, sizeof narrow);
     return KVG_OK;
 }
 
@@ -352,26 +353,34 @@ static int parse_logit_bias(struct parse *p, const struct kvg_json *value)
     return KVG_OK;
 }
 
+static int parse_stream_option(struct parse *p, const struct kvg_json *option)
+{
+    bool on = false;
+    if (option->type == KVG_JSON_NULL)
+        return KVG_OK;
+    if (!kvg_str_eq(option->key, "include_usage") && !kvg_str_eq(option->key, "continuous_usage_stats") &&
+        !kvg_str_eq(option->key, "include_obfuscation")) {
+        p->out->n_unknown++;
+        return KVG_OK;
+    }
+    if (read_bool(p, option, &on) != KVG_OK)
+        return expected(p, "an object whose values are true or false", option);
+    if (kvg_str_eq(option->key, "include_usage"))
+        p->out->include_usage = on;
+    if (kvg_str_eq(option->key, "continuous_usage_stats"))
+        p->out->continuous_usage = on;
+    return KVG_OK;
+}
+
 static int parse_stream_options(struct parse *p, const struct kvg_json *value)
 {
     if (value->type != KVG_JSON_OBJECT)
         return expected(p, "an object", value);
     p->has_stream_options = true;
     for (uint32_t i = 0; i < value->n; i++) {
-        const struct kvg_json *option = &value->items[i];
-        bool ignored, *at = kvg_str_eq(option->key, "include_usage")            ? &p->out->include_usage
-                            : kvg_str_eq(option->key, "continuous_usage_stats") ? &p->out->continuous_usage
-                            : kvg_str_eq(option->key, "include_obfuscation")    ? &ignored
-                                                                                : NULL;
-        if (!at) {
-            p->out->n_unknown++;
-            continue;
-        }
-        if (option->type == KVG_JSON_NULL)
-            continue;
-        int code = read_bool(p, option, at);
+        int code = parse_stream_option(p, &value->items[i]);
         if (code != KVG_OK)
-            return expected(p, "an object whose values are true or false", option);
+            return code;
     }
     return KVG_OK;
 }

@@ -38,7 +38,7 @@ static void on_engine_event(void *context, const struct engine_event *event)
         snprintf(record.error, sizeof record.error, "%s", event->error);
     loop_post_begin(g->job.loop, &g->job);
     loop_post_add(g->job.loop, &record, sizeof record);
-    for (uint32_t i = 0; i < record.n_logprobs; i++)
+    for (uint32_t i = 0; event->logprobs && i < record.n_logprobs; i++)
         post_logprob(g->job.loop, &event->logprobs[i]);
     loop_post_add(g->job.loop, event->text, event->text_len);
     loop_post_end(g->job.loop);
@@ -247,7 +247,7 @@ static void submit_all(struct generation *g)
             continue;
         int status = code == KVG_LIMIT ? 503 : error_status(code);
         if (status == 400 && !err.param[0])
-            strcpy(err.param, g->head.endpoint == KVG_CHAT_COMPLETIONS ? "messages" : "prompt");
+            snprintf(err.param, sizeof err.param, "%s", g->head.endpoint == KVG_CHAT_COMPLETIONS ? "messages" : "prompt");
         fail(g, status, status == 400 ? "context_length_exceeded" : NULL, &err);
         return;
     }

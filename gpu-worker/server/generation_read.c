@@ -36,7 +36,7 @@ static bool make_room(struct generation *g, size_t n_prompts)
     if (n_prompts > MAX_CHOICES_TOTAL / g->params.engine.n) {
         kvg_fail(&g->fault.err, KVG_INVALID, "%zu prompts with n = %u make more than %d choices", n_prompts, g->params.engine.n,
                  MAX_CHOICES_TOTAL);
-        strcpy(g->fault.err.param, "prompt");
+        snprintf(g->fault.err.param, sizeof g->fault.err.param, "prompt");
         return prompt_fail(&g->fault, 400, NULL);
     }
     g->prompts = calloc(n_prompts, sizeof *g->prompts);
@@ -69,7 +69,7 @@ static bool check_length(struct generation *g, size_t n_ids)
     if (g->params.engine.max_tokens != 0 || n_ids <= g->server->info.max_model_len)
         return true;
     kvg_fail(&g->fault.err, KVG_INVALID, "the prompt has %zu tokens, the context holds %u", n_ids, g->server->info.max_model_len);
-    strcpy(g->fault.err.param, "prompt");
+    snprintf(g->fault.err.param, sizeof g->fault.err.param, "prompt");
     return prompt_fail(&g->fault, 400, "context_length_exceeded");
 }
 

@@ -71,7 +71,7 @@ static int listen_unix(const char *path, struct kvg_error *err)
                  sizeof address.sun_path);
         return -1;
     }
-    strcpy(address.sun_path, path);
+    memcpy(address.sun_path, path, strlen(path) + 1);
     if (in_use(&address)) {
         kvg_fail(err, KVG_INVALID, "cannot listen on unix:%s: another process does", path);
         return -1;

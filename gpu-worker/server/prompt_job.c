@@ -1,4 +1,5 @@
 #include "gpu-worker/server/prompt_job.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -66,7 +67,7 @@ bool prompt_check_model(const struct prompt_source *source, struct kvg_str model
             return true;
     kvg_fail(&fault->err, KVG_INVALID, "the model \"%.*s\" does not exist: this worker serves \"%s\"",
              (int)(model.len > 64 ? 64 : model.len), model.bytes, options->model_name);
-    strcpy(fault->err.param, "model");
+    snprintf(fault->err.param, sizeof fault->err.param, "model");
     return prompt_fail(fault, 404, "model_not_found");
 }
 

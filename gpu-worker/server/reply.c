@@ -57,8 +57,7 @@ void usage_json(struct kvg_buf *out, const struct reply_usage *usage)
                    "{\"prompt_tokens\":%llu,\"completion_tokens\":%llu,\"total_tokens\":%llu,"
                    "\"prompt_tokens_details\":{\"cached_tokens\":%llu}}",
                    (unsigned long long)usage->prompt_tokens, (unsigned long long)usage->completion_tokens,
-                   (unsigned long long)(usage->prompt_tokens + usage->completion_tokens),
-                   (unsigned long long)usage->cached_tokens);
+                   (unsigned long long)usage->prompt_tokens + usage->completion_tokens, (unsigned long long)usage->cached_tokens);
 }
 
 const char *finish_reason(enum engine_finish finish)

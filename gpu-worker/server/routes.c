@@ -84,18 +84,17 @@ static void get_model(struct conn *conn)
     struct server *server = conn->loop->server;
     struct kvg_str path = http_path(&conn->reader.request);
     struct kvg_str name = {path.bytes + sizeof MODEL_PREFIX - 1, path.len - (sizeof MODEL_PREFIX - 1)};
-    const char *found = kvg_str_eq(name, server->options.model_name) ? server->options.model_name : NULL;
-    struct kvg_buf body = {0};
 
-    for (size_t i = 0; i < server->options.n_aliases && !found; i++)
-        found = kvg_str_eq(name, server->options.aliases[i]) ? server->options.aliases[i] : NULL;
-    if (!found) {
-        conn_errorf(conn, 404, "model_not_found", "this model does not exist: this worker serves \"%s\"",
-                    server->options.model_name);
+    for (size_t i = 0; i <= server->options.n_aliases; i++) {
+        const char *known = i ? server->options.aliases[i - 1] : server->options.model_name;
+        struct kvg_buf body = {0};
+        if (!kvg_str_eq(name, known))
+            continue;
+        model_json(server, known, &body);
+        reply_buf(conn, 200, NULL, &body);
         return;
     }
-    model_json(server, found, &body);
-    reply_buf(conn, 200, NULL, &body);
+    conn_errorf(conn, 404, "model_not_found", "this model does not exist: this worker serves \"%s\"", server->options.model_name);
 }
 
 /* ---- generations ------------------------------------------------------------------------------------------------------- */

@@ -137,7 +137,7 @@ static void run_tokenize(struct job *job)
 {
     struct tokenize_job *t = of(job);
     struct kvg_json *body;
-    struct kvg_ids ids;
+    struct kvg_ids ids = {0};
     bool strings = false;
 
     if (!prompt_parse(&job->body, &t->arena, &body, &t->fault) || !check_model(t, body) || !read_ids(t, body, &ids) ||
