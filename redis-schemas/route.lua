@@ -118,6 +118,8 @@ if #owners > 0 then
         if scores[i] then
             load[lease] = tonumber(scores[i])
             known[#known + 1] = lease
+        elseif explain then
+            worker_of(lease) -- for `excluded`: it drains, or is gone
         end
     end
     owners = known

@@ -263,7 +263,7 @@ def test_draining_workers_get_no_new_work_but_stay_listed(schemas):
     a.state = "draining"
     a.beat()
     assert [row[0] for row in schemas.route(chain)[1:]] == ["b"]
-    assert json.loads(schemas.route(chain, explain="explain"))["excluded"] == []
+    assert json.loads(schemas.route(chain, explain="explain"))["excluded"] == [{"worker": "a", "state": "draining"}]
     assert [(w[0], w[4]) for w in schemas.call("workers")] == [("a", "draining"), ("b", "ready")]
 
 
