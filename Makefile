@@ -188,7 +188,7 @@ format:
 	clang-format -i $(shell git ls-files '*.c' '*.h')
 
 clean:
-	rm -rf $(B)/libprompt $(B)/gpu-worker $(B)/redis-schemas $(B)/tests $(B)/gen $(B)/*.a $(B)/kvgate-* $(B)/*.so
+	rm -rf $(B)/libprompt $(B)/gpu-worker $(B)/redis-schemas $(B)/tests $(B)/gen $(B)/nginx $(B)/*.a $(B)/kvgate-* $(B)/*.so
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u

@@ -65,7 +65,8 @@ ngx_http_kvgate_status_write(struct kvg_buf *buf, ngx_http_kvgate_main_conf_t *c
 
     kvg_buf_puts(buf, "],\"reasons\":{");
 
-    for (i = NGX_HTTP_KVGATE_PREFIX; i < NGX_HTTP_KVGATE_REASONS; i++) {
+    /* without a model there is no zone */
+    for (i = NGX_HTTP_KVGATE_PREFIX; conf->shared && i < NGX_HTTP_KVGATE_REASONS; i++) {
         kvg_buf_printf(buf, "%s\"%s\":%lu", i > NGX_HTTP_KVGATE_PREFIX ? "," : "", (const char *) ngx_http_kvgate_reasons[i].data,
                        (unsigned long) conf->shared->reasons[i]);
     }

@@ -375,6 +375,13 @@ def test_a_module_without_kvgate_directives_changes_nothing():
             assert worker.requests[-1].body == BODY
 
 
+def test_a_status_page_without_a_model_is_empty():
+    with FakeWorker("w") as worker:
+        edits = NO_MODEL + [(r"kvgate_zone [^;]*;", ""), (r"kvgate on;", "")]
+        with Gateway(servers=[worker.addr], edits=edits) as gateway:
+            assert gateway.status()["models"] == [] and gateway.status()["reasons"] == {}
+
+
 def test_several_models_are_kept_apart():
     with Redis() as redis, FakeWorker("w1") as one, FakeWorker("w2") as two:
         with Gateway(redis, http=f"kvgate_model other {SMOLLM2} block_size=64;") as gateway:
