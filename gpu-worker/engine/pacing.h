@@ -1,20 +1,23 @@
 /* How many prompt rows a step may take, so that it lasts about as long as it should.
  *
- * While a stream decodes, a step is cut to 50 ms: the stream's next token waits for it. Otherwise 500 ms: heartbeats and
- * cancellations wait for it. The rate is measured apart for both, because decode rows cost more than prompt rows.
+ * While a stream decodes, a step is cut to 50 ms, because the stream's next token waits for it; or to twice a step of decode
+ * rows alone, where that is longer: on a slow machine tiny chunks would pay the fixed cost of a step again and again. Otherwise
+ * a step takes 500 ms: heartbeats and cancellations wait for it. The rate is measured apart for both, because decode rows cost
+ * more than prompt rows.
  */
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
 
 struct pacing {
-    uint32_t most;  /* --max-num-batched-tokens */
-    uint32_t fixed; /* tests: exactly this many; 0 = follow the rate */
-    double rate[2]; /* rows a second; [1] while a stream decodes */
+    uint32_t most;         /* --max-num-batched-tokens */
+    uint32_t fixed;        /* tests: exactly this many; 0 = follow the rate */
+    double rate[2];        /* rows a second; [1] while a stream decodes */
+    double decode_seconds; /* a step of decode rows alone; 0 = not seen yet */
 };
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed);
 /* Prompt rows for a step that has n_decodes decode rows. */
 uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes);
-/* A step of so many rows took so long. Steps without a prompt chunk teach nothing. */
+/* A step of so many rows took so long. */
 void pacing_observe(struct pacing *pacing, uint32_t prompt_rows, uint32_t n_decodes, double seconds);

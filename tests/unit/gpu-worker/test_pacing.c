@@ -1,0 +1,82 @@
+/* The chunk finds the step's target on machines of any speed: a step costs a fixed part and a part a row. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+#include "gpu-worker/engine/pacing.h"
+
+struct machine {
+    double fixed, a_row; /* seconds */
+};
+
+static double step(struct pacing *pacing, const struct machine *machine, uint32_t rows, uint32_t n_decodes)
+{
+    double seconds = machine->fixed + machine->a_row * (rows + n_decodes);
+    pacing_observe(pacing, rows, n_decodes, seconds);
+    return seconds;
+}
+
+/* Seconds of a step with a chunk after `steps` of them. */
+static double settle(const struct machine *machine, uint32_t n_decodes, int steps)
+{
+    struct pacing pacing;
+    double seconds = 0;
+
+    pacing_init(&pacing, 8192, 0);
+    for (int i = 0; i < 5 && n_decodes; i++)
+        step(&pacing, machine, 0, n_decodes);
+    for (int i = 0; i < steps; i++)
+        seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes), n_decodes);
+    return seconds;
+}
+
+static void steps_settle_near_their_target(void **state)
+{
+    const struct machine usual = {0.008, 0.0002}, quick = {0.001, 0.00001}, slow = {0.2, 0.004}, slowest = {2, 0.1};
+
+    assert_true(settle(&usual, 4, 60) > 0.035 && settle(&usual, 4, 60) < 0.06);
+    assert_true(settle(&usual, 0, 60) > 0.4 && settle(&usual, 0, 60) < 0.6);
+    assert_true(settle(&quick, 4, 60) > 0.035 && settle(&quick, 4, 60) < 0.06);
+    assert_true(settle(&slow, 2, 60) > 0.3 && settle(&slow, 2, 60) < 0.55); /* twice a decode step, not 50 ms */
+    assert_true(settle(&slow, 0, 60) > 0.35 && settle(&slow, 0, 60) < 0.6);
+    assert_true(settle(&slowest, 1, 60) < 5); /* the least chunk */
+}
+
+static void a_machine_that_slows_down_is_followed_in_a_few_steps(void **state)
+{
+    const struct machine before = {0.008, 0.0002}, after = {0.016, 0.0008};
+    struct pacing pacing;
+    double seconds = 0;
+
+    pacing_init(&pacing, 8192, 0);
+    for (int i = 0; i < 60; i++)
+        step(&pacing, &before, pacing_rows(&pacing, 4), 4);
+    for (int i = 0; i < 5; i++)
+        seconds = step(&pacing, &after, pacing_rows(&pacing, 4), 4);
+    assert_true(seconds < 0.07);
+}
+
+static void a_chunk_is_never_over_what_a_step_may_hold(void **state)
+{
+    struct pacing pacing;
+
+    pacing_init(&pacing, 64, 0);
+    for (int i = 0; i < 50; i++)
+        pacing_observe(&pacing, 64, 0, 0.0001);
+    assert_int_equal(pacing_rows(&pacing, 0), 64);
+    assert_int_equal(pacing_rows(&pacing, 60), 4);
+    assert_int_equal(pacing_rows(&pacing, 64), 0);
+    pacing_init(&pacing, 64, 17);
+    assert_int_equal(pacing_rows(&pacing, 0), 17);
+    assert_int_equal(pacing_rows(&pacing, 60), 4);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(steps_settle_near_their_target),
+        cmocka_unit_test(a_machine_that_slows_down_is_followed_in_a_few_steps),
+        cmocka_unit_test(a_chunk_is_never_over_what_a_step_may_hold),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
