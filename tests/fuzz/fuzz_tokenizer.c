@@ -32,15 +32,15 @@ static const struct toy_vocab VOCABS[] = {
 };
 enum { N_VOCABS = sizeof VOCABS / sizeof *VOCABS, NORMALIZES = 8 };
 
-static struct kvg_tokenizer *tokenizers[N_VOCABS]; /* opened once for the life of the process */
+static struct kvg_gguf *files[N_VOCABS]; /* opened once for the life of the process */
+static struct kvg_tokenizer *tokenizers[N_VOCABS];
 static struct kvg_segment_memory *memories[N_VOCABS];
 
 static void open_all(void)
 {
     for (int i = 0; i < N_VOCABS; i++) {
         struct toy_bytes file = toy_vocab_bytes(&VOCABS[i]);
-        struct kvg_gguf *gguf;
-        if (kvg_gguf_parse(&gguf, file.bytes, file.n, NULL) || kvg_tokenizer_open(&tokenizers[i], gguf, NULL))
+        if (kvg_gguf_parse(&files[i], file.bytes, file.n, NULL) || kvg_tokenizer_open(&tokenizers[i], files[i], NULL))
             abort();
         memories[i] = kvg_segment_memory_open(1 << 16);
     }
