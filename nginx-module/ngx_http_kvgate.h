@@ -171,14 +171,15 @@ typedef struct {
     ngx_uint_t                     microseconds;
 } ngx_http_kvgate_prompt_t;
 
-typedef struct ngx_http_kvgate_lookup_s  ngx_http_kvgate_lookup_t;
+/* A script call on its way to Redis and back (redis.c). */
+typedef struct ngx_http_kvgate_call_s  ngx_http_kvgate_call_t;
 
 /* Found by ngx_http_kvgate_ctx even after an internal redirect, which clears r->ctx. */
 typedef struct {
     ngx_http_request_t            *request;
     ngx_uint_t                     mode;        /* of the location that made it */
     ngx_http_kvgate_prompt_t       prompt;
-    ngx_http_kvgate_lookup_t      *lookup;      /* a query under way */
+    ngx_http_kvgate_call_t        *lookup;      /* a query under way */
     ngx_http_kvgate_reason_e       reason;
     size_t                         hit_tokens;  /* predicted for the first candidate */
     ngx_uint_t                     lookup_microseconds;
@@ -231,10 +232,10 @@ ngx_int_t ngx_http_kvgate_redis_init(ngx_cycle_t *cycle, ngx_http_kvgate_main_co
 void ngx_http_kvgate_redis_exit(void);
 /* Asks route.lua. handler is called once: with the reply, or with NULL and REDIS_TIMEOUT, REDIS_DOWN or REDIS_ERROR. Returns NULL
  * (handler is not called) and *failure where the query cannot even be sent. */
-ngx_http_kvgate_lookup_t *ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler,
+ngx_http_kvgate_call_t *ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler,
                                                       void *data, ngx_http_kvgate_reason_e *failure);
 /* The handler will not be called any more. */
-void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_lookup_t *lookup);
+void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
 
 /* shared.c */
 ngx_int_t ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old);

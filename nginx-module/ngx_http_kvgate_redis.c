@@ -15,7 +15,7 @@
 
 
 /* A script call on its way. Freed by its reply, which hiredis delivers (as NULL) even when the connection goes. */
-struct ngx_http_kvgate_lookup_s {
+struct ngx_http_kvgate_call_s {
     ngx_http_kvgate_reply_pt       handler;  /* NULL once it has been called or cancelled */
     void                          *data;
     ngx_event_t                    timer;
@@ -330,12 +330,12 @@ ngx_http_kvgate_redis_exit(void)
 
 /* ---- script calls ---- */
 
-static ngx_http_kvgate_lookup_t *
+static ngx_http_kvgate_call_t *
 ngx_http_kvgate_call_create(enum kvg_script_id script, ngx_http_kvgate_reply_pt handler, void *data)
 {
-    ngx_http_kvgate_lookup_t  *call;
+    ngx_http_kvgate_call_t  *call;
 
-    call = ngx_calloc(sizeof(ngx_http_kvgate_lookup_t), ngx_cycle->log);
+    call = ngx_calloc(sizeof(ngx_http_kvgate_call_t), ngx_cycle->log);
     if (call == NULL) {
         return NULL;
     }
@@ -351,7 +351,7 @@ ngx_http_kvgate_call_create(enum kvg_script_id script, ngx_http_kvgate_reply_pt 
 
 
 static void
-ngx_http_kvgate_call_free(ngx_http_kvgate_lookup_t *call)
+ngx_http_kvgate_call_free(ngx_http_kvgate_call_t *call)
 {
     if (call->timer.timer_set) {
         ngx_del_timer(&call->timer);
@@ -363,7 +363,7 @@ ngx_http_kvgate_call_free(ngx_http_kvgate_lookup_t *call)
 
 
 static ngx_int_t
-ngx_http_kvgate_call_send(ngx_http_kvgate_lookup_t *call)
+ngx_http_kvgate_call_send(ngx_http_kvgate_call_t *call)
 {
     int  rc;
 
@@ -375,7 +375,7 @@ ngx_http_kvgate_call_send(ngx_http_kvgate_lookup_t *call)
 
 /* Redis was restarted or flushed its scripts: send the source, which also caches it. */
 static ngx_int_t
-ngx_http_kvgate_call_evaluate(ngx_http_kvgate_lookup_t *call)
+ngx_http_kvgate_call_evaluate(ngx_http_kvgate_call_t *call)
 {
     const struct kvg_script  *script;
 
@@ -391,7 +391,7 @@ ngx_http_kvgate_call_evaluate(ngx_http_kvgate_lookup_t *call)
 
 
 static void
-ngx_http_kvgate_call_done(ngx_http_kvgate_lookup_t *call, ngx_http_kvgate_reason_e failure, const redisReply *reply)
+ngx_http_kvgate_call_done(ngx_http_kvgate_call_t *call, ngx_http_kvgate_reason_e failure, const redisReply *reply)
 {
     ngx_http_kvgate_reply_pt  handler;
 
@@ -409,7 +409,7 @@ ngx_http_kvgate_call_done(ngx_http_kvgate_lookup_t *call, ngx_http_kvgate_reason
 
 
 static void
-ngx_http_kvgate_redis_answers(ngx_http_kvgate_lookup_t *call)
+ngx_http_kvgate_redis_answers(ngx_http_kvgate_call_t *call)
 {
     redis.silent = 0;
 
@@ -428,8 +428,8 @@ ngx_http_kvgate_redis_answers(ngx_http_kvgate_lookup_t *call)
 static void
 ngx_http_kvgate_redis_reply(redisAsyncContext *context, void *data, void *privdata)
 {
-    redisReply                *reply = data;
-    ngx_http_kvgate_lookup_t  *call = privdata;
+    redisReply              *reply = data;
+    ngx_http_kvgate_call_t  *call = privdata;
 
     if (reply == NULL) {
         ngx_http_kvgate_call_done(call, NGX_HTTP_KVGATE_REDIS_DOWN, NULL);
@@ -489,9 +489,9 @@ ngx_http_kvgate_redis_polled(void *data, ngx_http_kvgate_reason_e failure, const
 static void
 ngx_http_kvgate_redis_poll(void)
 {
-    ngx_uint_t                 i;
-    ngx_http_kvgate_model_t   *model;
-    ngx_http_kvgate_lookup_t  *call;
+    ngx_uint_t                i;
+    ngx_http_kvgate_call_t   *call;
+    ngx_http_kvgate_model_t  *model;
 
     model = redis.conf->models.elts;
 
@@ -516,18 +516,18 @@ ngx_http_kvgate_redis_poll(void)
 static void
 ngx_http_kvgate_redis_timer(ngx_event_t *ev)
 {
-    ngx_http_kvgate_lookup_t  *call = ev->data;
+    ngx_http_kvgate_call_t  *call = ev->data;
 
     redis.timeouts++;
     ngx_http_kvgate_call_done(call, NGX_HTTP_KVGATE_REDIS_TIMEOUT, NULL);
 }
 
 
-ngx_http_kvgate_lookup_t *
+ngx_http_kvgate_call_t *
 ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler, void *data,
     ngx_http_kvgate_reason_e *failure)
 {
-    ngx_http_kvgate_lookup_t  *call;
+    ngx_http_kvgate_call_t  *call;
 
     *failure = NGX_HTTP_KVGATE_REDIS_DOWN;
 
@@ -564,7 +564,7 @@ ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate
 
 
 void
-ngx_http_kvgate_redis_cancel(ngx_http_kvgate_lookup_t *call)
+ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call)
 {
     if (call->timer.timer_set) {
         ngx_del_timer(&call->timer);
