@@ -368,7 +368,7 @@ FILTER(f_map)
             return fail_value(r, "No filter named '%.*s'.", (int)args->pos[0].s->len, args->pos[0].s->bytes);
     }
     struct seq *items = iterate(r, self), *out = items ? seq_new(r, SEQ_GENERATOR, items->n) : NULL;
-    struct args rest = {args->pos + 1, args->kw, args->n_pos ? args->n_pos - 1 : 0, args->n_kw};
+    struct args rest = {args->n_pos ? args->pos + 1 : NULL, args->kw, args->n_pos ? args->n_pos - 1 : 0, args->n_kw};
     for (size_t i = 0; out && i < out->n; i++) {
         out->items[i] =
             by_attribute ? get_path(r, items->items[i], attribute, otherwise) : call_function(r, filter, items->items[i], &rest);
@@ -389,7 +389,7 @@ static struct value choose(struct render *r, struct value self, const struct arg
     if (by_test && args->pos[off].type != V_STR)
         return fail_value(r, "the name of a test must be a string");
     struct seq *items = iterate(r, self), *out = items ? seq_new(r, SEQ_GENERATOR, items->n) : NULL;
-    struct args rest = {args->pos + off + 1, args->kw, by_test ? args->n_pos - off - 1 : 0, args->n_kw};
+    struct args rest = {by_test ? args->pos + off + 1 : NULL, args->kw, by_test ? args->n_pos - off - 1 : 0, args->n_kw};
     size_t n = 0;
     for (size_t i = 0; out && i < items->n; i++) {
         struct value v = by_attribute ? get_path(r, items->items[i], args->pos[0], MISSING_VALUE) : items->items[i];

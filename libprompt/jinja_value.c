@@ -533,7 +533,9 @@ struct seq *iterate(struct render *r, struct value v)
         if (v.seq->kind == SEQ_GENERATOR) {
             struct seq *rest = render_alloc(r, sizeof *rest);
             if (rest)
-                *rest = (struct seq){.items = v.seq->items + v.seq->taken, .n = v.seq->n - v.seq->taken, .origin = v.seq->origin};
+                *rest = (struct seq){.items = v.seq->n ? v.seq->items + v.seq->taken : NULL,
+                                     .n = v.seq->n - v.seq->taken,
+                                     .origin = v.seq->origin};
             v.seq->taken = v.seq->n;
             return rest;
         }
