@@ -113,6 +113,6 @@ int engine_submit(struct engine *engine, const struct engine_submit *submit, uin
  * ignored. */
 void engine_cancel(struct engine *engine, uint64_t request_id);
 
-/* Whether text and ids are the same wherever they are computed; see DESIGN. For tests: waits until nothing runs, then checks
- * free + cached + in use = total and the tree's own invariants; 0 or -1 with err. */
+/* For tests, any thread: waits until nothing runs or waits, then checks that free + cached + in use = total, that nothing is in
+ * use, and the tree's own invariants. 0, or -1 with err. */
 int engine_check(struct engine *engine, struct kvg_error *err);

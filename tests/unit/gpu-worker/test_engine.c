@@ -274,6 +274,36 @@ static void a_prefix_that_is_being_computed_is_waited_for(void **state)
     }
 }
 
+static void without_chunked_prefill_a_prompt_takes_one_step(void **state)
+{
+    static struct call solo[4], calls[4];
+    static uint32_t ids[4][200];
+    struct engine_params params = default_params(20);
+    struct engine_options options = pool_of(64, 16);
+    struct world w;
+
+    options.max_model_len = 256;
+    for (int round = 0; round < 2; round++) {
+        options.disable_chunked_prefill = round == 1;
+        open_world(&w, toy, options);
+        close_gate(&w, &gate);
+        for (int i = 0; i < 4; i++) {
+            make_ids(ids[i], 200, 0, (uint64_t)i, VOCAB);
+            start_call(&w, round ? &calls[i] : &solo[i], ids[i], 200, &params);
+        }
+        open_gate(&gate);
+        for (int i = 0; i < 4; i++)
+            wait_call(round ? &calls[i] : &solo[i]);
+        check_engine(&w);
+        struct histogram *rows = &engine_metrics(w.engine)->rows_per_forward;
+        for (int i = 0; round && i < rows->n_bounds; i++) /* whole prompts, or decode rows only */
+            assert_true(rows->counts[i] == 0 || rows->bounds[i] <= 4 || rows->bounds[i] >= 200);
+        close_world(&w);
+    }
+    for (int i = 0; i < 4; i++)
+        assert_same_reply(&calls[i].choices[0], &solo[i].choices[0]);
+}
+
 /* ---- out of blocks ----------------------------------------------------------------------------------------------------------
  */
 
@@ -602,6 +632,7 @@ int main(void)
         cmocka_unit_test(without_prefix_caching_nothing_is_cached),
         cmocka_unit_test(other_choices_find_the_prompt_of_the_first),
         cmocka_unit_test(a_prefix_that_is_being_computed_is_waited_for),
+        cmocka_unit_test(without_chunked_prefill_a_prompt_takes_one_step),
         cmocka_unit_test(requests_that_outgrow_the_pool_end_with_their_solo_answers),
         cmocka_unit_test(a_cancelled_request_frees_its_blocks),
         cmocka_unit_test(all_choices_of_a_cancelled_request_end),
