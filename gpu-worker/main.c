@@ -145,6 +145,17 @@ static int start_publisher(struct worker *worker, struct kvg_error *err)
     return options->redis ? publisher_open(&worker->publisher, &publisher_options, err) : 0;
 }
 
+static void log_cache(const struct worker *worker)
+{
+    struct engine_info info;
+    engine_info(worker->engine, &info);
+    size_t block_bytes = model_kv_block_bytes(worker->model, info.block_size);
+    uint32_t blocks_a_request = (info.max_model_len + info.block_size - 1) / info.block_size;
+    log_info("KV cache: %zu bytes a block of %u tokens, %u blocks (%.0f MiB); %.2f requests of %u tokens fit", block_bytes,
+             info.block_size, info.num_blocks, (double)block_bytes * info.num_blocks / (1 << 20),
+             (double)info.num_blocks / blocks_a_request, info.max_model_len);
+}
+
 static int start_engine(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
@@ -163,7 +174,10 @@ static int start_engine(struct worker *worker, struct kvg_error *err)
 
     if (options->gpu_memory_utilization > 0)
         engine_options.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)available_memory());
-    return engine_open(&worker->engine, &engine_options, worker->model, worker->prompt_model, worker->publisher, err);
+    if (engine_open(&worker->engine, &engine_options, worker->model, worker->prompt_model, worker->publisher, err) < 0)
+        return -1;
+    log_cache(worker);
+    return 0;
 }
 
 static int start_server(struct worker *worker, struct kvg_error *err)

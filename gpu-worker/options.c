@@ -307,12 +307,14 @@ static void print_wrapped(const char *text)
     int column = 0;
     while (*text) {
         int len = (int)strcspn(text, " ");
-        if (column == 0 || column + 1 + len > 92)
-            column = printf(column ? "\n        " : "        ") * 0 + 1;
-        else
+        if (column == 0 || column + 1 + len > 92) {
+            fputs(column ? "\n        " : "        ", stdout);
+            column = 0;
+        } else {
             putchar(' ');
+        }
         printf("%.*s", len, text);
-        column += len + 1;
+        column += len + 1; /* 0 only before the first word */
         text += len;
         text += strspn(text, " ");
     }

@@ -220,6 +220,25 @@ void conn_stream_begin(struct conn *conn)
     touch(conn);
 }
 
+static void send_bytes(struct conn *conn)
+{
+    while (conn->sent < conn->out.len) {
+        ssize_t n = send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent, MSG_NOSIGNAL);
+        if (n < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno != EAGAIN)
+                conn->eof = true;
+            return;
+        }
+        conn->sent += (size_t)n;
+        conn->activity_ms = conn->loop->now_ms;
+    }
+    conn->sent = conn->out.len = 0;
+    if (conn->out.cap > KEEP_OUT)
+        kvg_buf_free(&conn->out);
+}
+
 void conn_stream_write(struct conn *conn, const char *bytes, size_t n)
 {
     if (n == 0)
@@ -230,6 +249,8 @@ void conn_stream_write(struct conn *conn, const char *bytes, size_t n)
     if (conn->chunked)
         out_text(conn, "\r\n");
     conn->written_ms = conn->loop->now_ms;
+    if (conn->out.len - conn->sent > SERVER_MAX_BUFFERED)
+        send_bytes(conn); /* many events may have come at once */
     if (conn->out.len - conn->sent > SERVER_MAX_BUFFERED || conn->out.failed) {
         atomic_fetch_add(&conn->loop->server->counters.clients_dropped, 1);
         drop_job(conn);
@@ -392,25 +413,6 @@ void conn_ready(struct conn *conn, uint32_t events)
 }
 
 /* ---- sending and closing ----------------------------------------------------------------------------------------------- */
-
-static void send_bytes(struct conn *conn)
-{
-    while (conn->sent < conn->out.len) {
-        ssize_t n = send(conn->fd, conn->out.bytes + conn->sent, conn->out.len - conn->sent, MSG_NOSIGNAL);
-        if (n < 0) {
-            if (errno == EINTR)
-                continue;
-            if (errno != EAGAIN)
-                conn->eof = true;
-            return;
-        }
-        conn->sent += (size_t)n;
-        conn->activity_ms = conn->loop->now_ms;
-    }
-    conn->sent = conn->out.len = 0;
-    if (conn->out.cap > KEEP_OUT)
-        kvg_buf_free(&conn->out);
-}
 
 static void watch(struct conn *conn)
 {
