@@ -1,0 +1,177 @@
+/* The scheduler's plans, step by step, without a model: what runs, in which order, and who pays when blocks run short. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+#include "gpu-worker/engine/scheduler.h"
+
+enum { SIZE = 16, MOST = 8, LONGEST = 1024 };
+
+struct world {
+    struct kv_cache *cache;
+    struct scheduler sched;
+    struct plan_entry entries[MOST];
+    struct step_plan plan;
+    struct request requests[MOST];
+    struct sequence seqs[MOST];
+    uint32_t ids[MOST][LONGEST], blocks[MOST][LONGEST / SIZE + 1];
+    struct kvg_hash hash[MOST][LONGEST / SIZE + 1];
+};
+
+static struct world w;
+
+static void open_world(uint32_t n_blocks, struct scheduler_options options)
+{
+    struct kvg_error err;
+    struct cache_options cache = {.n_blocks = n_blocks, .block_size = SIZE};
+
+    memset(&w, 0, sizeof w);
+    options.max_num_seqs = MOST;
+    options.block_size = SIZE;
+    options.max_rows = 128;
+    w.plan.entries = w.entries;
+    assert_int_equal(cache_open(&w.cache, &cache, &err), 0);
+    assert_int_equal(sched_init(&w.sched, &options, w.cache, &err), 0);
+}
+
+static void close_world(void)
+{
+    struct kvg_error err;
+
+    for (int i = 0; i < MOST; i++)
+        if (w.seqs[i].request)
+            sched_remove(&w.sched, &w.seqs[i]);
+    assert_int_equal(cache_check(w.cache, &err), 0);
+    sched_free(&w.sched);
+    cache_close(w.cache);
+}
+
+/* A prompt of n tokens, different from all others in every block. */
+static struct sequence *add(int i, uint32_t n, int32_t priority, double now)
+{
+    struct sequence *seq = &w.seqs[i];
+
+    for (uint32_t k = 0; k < LONGEST; k++)
+        w.ids[i][k] = (uint32_t)i * LONGEST + k;
+    w.requests[i].params.priority = priority;
+    w.requests[i].choices = seq;
+    *seq = (struct sequence){.request = &w.requests[i], .ids = w.ids[i], .n_prompt = n, .n_ids = n, .limit = LONGEST};
+    seq->held.blocks = w.blocks[i];
+    seq->held.hash = w.hash[i];
+    seq->held.salt = &w.requests[i].salt;
+    cache_hash(&seq->held, seq->ids, n, SIZE);
+    sched_add(&w.sched, seq, now);
+    return seq;
+}
+
+/* Plans a step and carries it out: rows are computed, and each sampling sequence gets one more token. */
+static void step(double now)
+{
+    sched_plan(&w.sched, &w.plan, now);
+    for (uint32_t i = 0; i < w.plan.n; i++) {
+        struct sequence *seq = w.entries[i].seq;
+        seq->n_computed += w.entries[i].n_rows;
+        cache_store(w.cache, &seq->held, seq->ids, seq->n_computed);
+        seq->n_ids += w.entries[i].samples;
+    }
+}
+
+static void decode_rows_go_before_prompt_rows(void **state)
+{
+    open_world(200, (struct scheduler_options){.fixed_chunk = 100});
+    struct sequence *a = add(0, 30, 0, 0), *b = add(1, 40, 0, 0);
+    step(0);
+    assert_int_equal(w.plan.n_samples, 2);
+    struct sequence *c = add(2, 250, 0, 1);
+    step(1);
+    assert_int_equal(w.plan.n, 3);
+    assert_int_equal(w.plan.n_decodes, 2);
+    assert_ptr_equal(w.entries[0].seq, a);
+    assert_ptr_equal(w.entries[1].seq, b);
+    assert_ptr_equal(w.entries[2].seq, c);
+    assert_int_equal(w.entries[2].n_rows, 100);
+    assert_false(w.entries[2].samples);
+    step(2);
+    step(3);
+    assert_int_equal(w.entries[2].n_rows, 50);
+    assert_true(w.entries[2].samples);
+    close_world();
+}
+
+static void a_step_never_holds_more_rows_than_it_may(void **state)
+{
+    open_world(200, (struct scheduler_options){.fixed_chunk = 1000});
+    for (int i = 0; i < 4; i++)
+        add(i, 90, 0, 0);
+    for (int i = 0; i < 10; i++) {
+        step(i);
+        assert_true(w.plan.n_rows <= 128 && w.plan.n > 0);
+    }
+    close_world();
+}
+
+static void the_youngest_is_preempted_and_the_oldest_advances(void **state)
+{
+    open_world(6, (struct scheduler_options){.fixed_chunk = 100});
+    struct sequence *old = add(0, 32, 0, 0), *young = add(1, 32, 0, 1);
+
+    for (int i = 0; i < 40; i++) {
+        uint32_t before = old->n_ids;
+        step(i);
+        assert_int_equal(old->n_ids, before + 1);
+    }
+    assert_int_equal(old->preemptions, 0);
+    assert_int_equal(young->preemptions, 1);
+    assert_int_equal(young->state, SEQUENCE_WAITING);
+    assert_true(young->n_ids > 33); /* what it generated is kept */
+    uint32_t had = young->n_ids;
+    sched_remove(&w.sched, old);
+    for (int i = 0; i < 3; i++)
+        step(100 + i);
+    assert_int_equal(young->n_ids, had + 3);
+    close_world();
+}
+
+static void a_level_of_priority_counts_as_ten_seconds_of_waiting(void **state)
+{
+    open_world(200, (struct scheduler_options){.fixed_chunk = 16, .priority_scheduling = true});
+    struct sequence *low = add(0, 16, 5, 0), *before = add(1, 16, 0, 49), *after = add(2, 16, 0, 51);
+    struct sequence *want[] = {before, low, after};
+
+    for (int i = 0; i < 3; i++) {
+        sched_plan(&w.sched, &w.plan, 60);
+        assert_int_equal(w.plan.n, 1);
+        assert_ptr_equal(w.entries[0].seq, want[i]);
+        sched_remove(&w.sched, want[i]);
+    }
+    close_world();
+}
+
+static void backlog_counts_prompt_tokens_and_sixteen_a_decode(void **state)
+{
+    open_world(200, (struct scheduler_options){.fixed_chunk = 64});
+    add(0, 30, 0, 0);
+    assert_int_equal(sched_backlog(&w.sched), 30);
+    step(0);
+    assert_int_equal(sched_backlog(&w.sched), 16);
+    add(1, 100, 0, 0);
+    add(2, 200, 0, 0);
+    assert_int_equal(sched_backlog(&w.sched), 316);
+    step(1);
+    assert_int_equal(sched_backlog(&w.sched), 16 + 36 + 200);
+    close_world();
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(decode_rows_go_before_prompt_rows),
+        cmocka_unit_test(a_step_never_holds_more_rows_than_it_may),
+        cmocka_unit_test(the_youngest_is_preempted_and_the_oldest_advances),
+        cmocka_unit_test(a_level_of_priority_counts_as_ten_seconds_of_waiting),
+        cmocka_unit_test(backlog_counts_prompt_tokens_and_sixteen_a_decode),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
