@@ -72,7 +72,7 @@ wait_for() {
     local name=$1 seconds=$2 i
     shift 2
     for ((i = 0; i < seconds * 10; i++)); do
-        "$@" >/dev/null 2>&1 && { say "$name is ready"; return; }
+        "$@" >/dev/null 2>&1 && { say "$name ${reached:-is ready}"; return; }
         running "$name" >/dev/null || give_up "$name" "ended"
         ((i % 50 == 49)) && say "$name: waiting ($(((i + 1) / 10)) s) $(tail -n 1 "$RUN/$name.log" | cut -c1-100)"
         sleep 0.1
@@ -128,7 +128,7 @@ start() {
     local w all=yes
     for w in redis $WORKERS nginx; do running "$w" >/dev/null || all=no; done
     [ $all = yes ] && { say "already running"; show_commands; return; }
-    for w in "$B/kvgate-worker" "$B/ngx_http_kvgate_module.so" "$MODEL"; do
+    for w in "$B/kvgate-worker" "$B/kvgate-prompt" "$B/ngx_http_kvgate_module.so" "$MODEL"; do
         [ -e "$w" ] || { say "$w is missing: make run builds and fetches it"; exit 1; }
     done
     mkdir -p "$RUN"
@@ -140,7 +140,7 @@ start() {
     start_redis
     for w in $WORKERS; do start_worker "$w"; done
     for w in $WORKERS; do wait_for "$w" 120 worker_ready "$w"; done
-    for w in $WORKERS; do wait_for "$w" 15 worker_listed "$w"; done
+    for w in $WORKERS; do reached="is known to Redis" wait_for "$w" 15 worker_listed "$w"; done
     start_nginx
     show_commands
 }
@@ -175,6 +175,8 @@ PYTHON
 
 show_commands() {
     write_questions
+    local questions
+    questions=$(realpath --relative-to=. "$RUN")
     local json="-H 'Content-Type: application/json'" url="http://127.0.0.1:$PORT/v1/chat/completions"
     cat <<TEXT
 
@@ -184,12 +186,12 @@ kvgate is up: an OpenAI-compatible API on http://127.0.0.1:$PORT/v1 (model $MODE
 curl -N $url $json -d '{"model":"$MODEL_NAME","stream":true,"max_tokens":64,"messages":[{"role":"user","content":"Why is the sky blue?"}]}'
 
 # two questions behind one long system prompt: the second goes to the worker that holds it (X-Kvgate-*, cached_tokens)
-curl -si $url $json -d @$(realpath --relative-to=. "$RUN")/question-1.json
-curl -si $url $json -d @$(realpath --relative-to=. "$RUN")/question-2.json
+curl -si $url $json -d @$questions/question-1.json
+curl -si $url $json -d @$questions/question-2.json
 
-# who is there, and how much each worker holds
-redis-cli -p $REDIS_PORT hgetall 'kvgate:{$MODEL_NAME}:w:w1'
-redis-cli -p $REDIS_PORT hgetall 'kvgate:{$MODEL_NAME}:leases'
+# which workers are live, and who owns the first question's prompt (redis-schemas/README.md has more)
+redis-cli -p $REDIS_PORT --raw --eval redis-schemas/workers.lua 'kvgate:{$MODEL_NAME}:meta' , table
+redis-cli -p $REDIS_PORT --raw --eval redis-schemas/owners.lua 'kvgate:{$MODEL_NAME}:meta' , \$($B/kvgate-prompt chain --model $MODEL --name $MODEL_NAME <$questions/question-1.json | tail -n 1)
 
 # the end
 make stop
