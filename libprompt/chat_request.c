@@ -247,9 +247,9 @@ static int member_value(struct conversation *c, const struct kvg_json *member, s
 
 static int message_value(struct conversation *c, const struct kvg_json *message, uint32_t i, struct value *out)
 {
-    static const struct str thinking = {.bytes = "thinking", .len = 8},
-                            reasoning_content = {.bytes = "reasoning_content", .len = 17},
-                            content = {.bytes = "content", .len = 7};
+    static const struct str thinking = {.bytes = "thinking", .len = 8, .ascii = 1},
+                            reasoning_content = {.bytes = "reasoning_content", .len = 17, .ascii = 1},
+                            content = {.bytes = "content", .len = 7, .ascii = 1};
     struct kvg_str role;
     if (message->type != KVG_JSON_OBJECT)
         return fail_param(c->err, KVG_INVALID, "must be an object", "messages[%u]", i);

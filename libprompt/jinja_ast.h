@@ -208,6 +208,8 @@ bool skip_op(struct parser *p, int op);
 bool skip_name(struct parser *p, const char *word);
 bool expect_op(struct parser *p, int op);
 const struct str *parse_name(struct parser *p);
+/* A string of the template. All that a render would note about it is known now: threads share it. */
+const struct str *new_str(struct parser *p, struct kvg_str text);
 struct expr *new_expr(struct parser *p, enum expr_kind kind, uint32_t line);
 
 /* A growing array of pointers in the arena. */

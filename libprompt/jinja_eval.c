@@ -416,8 +416,8 @@ static struct value eval_slice(struct render *r, const struct expr *e)
 
 static struct value eval_cond(struct render *r, const struct expr *e)
 {
-    static const struct str hint = {.bytes = "the inline if-expression evaluated to false and no else section was defined.",
-                                    .len = 76};
+    static const struct str hint = {
+        .bytes = "the inline if-expression evaluated to false and no else section was defined.", .len = 76, .ascii = 1};
     struct value condition = eval(r, e->b);
     if (condition.type == V_ERROR)
         return condition;

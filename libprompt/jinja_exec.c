@@ -195,7 +195,7 @@ static struct value loop_method(struct render *r, struct loop_state *loop, const
 
 static struct value loop_neighbour(struct value v, bool there)
 {
-    static const struct str hint = {.bytes = "there is no such item", .len = 21};
+    static const struct str hint = {.bytes = "there is no such item", .len = 21, .ascii = 1};
     return there ? v : (struct value){.type = V_UNDEFINED, .why = UNDEFINED_HINT, .s = &hint};
 }
 
@@ -331,7 +331,7 @@ static struct value macro_keyword(const struct args *args, bool *used, const str
 
 static bool bind_rest(struct render *r, const struct macro *m, struct record *record, const struct args *args, bool *used)
 {
-    static const struct str caller = {.bytes = "caller", .len = 6};
+    static const struct str caller = {.bytes = "caller", .len = 6, .ascii = 1};
     if (m->uses_caller) {
         struct value v = macro_keyword(args, used, &caller);
         record->slots[m->caller_slot] = v.type == V_MISSING || v.type == V_NONE ? undefined_name(&caller) : v;
@@ -424,7 +424,7 @@ static struct value macro_value(struct render *r, const struct macro *def)
 
 static enum flow run_call_block(struct render *r, const struct stmt *s)
 {
-    static const struct str name = {.bytes = "caller", .len = 6};
+    static const struct str name = {.bytes = "caller", .len = 6, .ascii = 1};
     struct kwarg caller = {&name, macro_value(r, s->macro)};
     struct value v = caller.value.type == V_ERROR ? caller.value : eval_call(r, s->target, &caller);
     return print_value(r, r->out, v) ? FLOW_NEXT : FLOW_ERROR;

@@ -1,53 +1,7 @@
 /* Expressions, by precedence: condexpr, or, and, not, compare, + -, ~, * / // %, **, unary, postfix, filters and tests. */
 #include "libprompt/jinja_ast.h"
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-
-/* ---- what both halves of the parser use ---- */
-
-void *parse_alloc(struct parser *p, size_t n)
-{
-    void *bytes = kvg_arena_zalloc(p->arena, n);
-    if (!bytes && !p->failed) {
-        p->failed = true;
-        kvg_fail(p->err, KVG_NOMEM, "chat template: out of memory");
-    }
-    return bytes;
-}
-
-void *syntax_error(struct parser *p, uint32_t line, const char *format, ...)
-{
-    if (p->failed)
-        return NULL;
-    char text[200];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    p->failed = true;
-    kvg_fail(p->err, KVG_INVALID, "chat template, line %u: %s", line, text);
-    return NULL;
-}
-
-bool list_add(struct parser *p, struct list *list, void *item)
-{
-    if (!item)
-        return false;
-    if (list->n == list->cap) {
-        uint32_t cap = list->cap ? list->cap * 2 : 4;
-        void **v = kvg_arena_grow(p->arena, list->v, list->cap * sizeof *v, cap * sizeof *v);
-        if (!v) {
-            p->failed = true;
-            kvg_fail(p->err, KVG_NOMEM, "chat template: out of memory");
-            return false;
-        }
-        list->v = v;
-        list->cap = cap;
-    }
-    list->v[list->n++] = item;
-    return true;
-}
 
 bool at_op(const struct parser *p, int op)
 {
@@ -112,21 +66,13 @@ bool expect_op(struct parser *p, int op)
     return false;
 }
 
-static const struct str *make_str(struct parser *p, struct kvg_str text)
-{
-    struct str *s = parse_alloc(p, sizeof *s);
-    if (s)
-        *s = (struct str){.bytes = text.bytes, .len = text.len, .origin = KVG_TEMPLATE};
-    return s;
-}
-
 const struct str *parse_name(struct parser *p)
 {
     if (p->token->type != T_NAME) {
         char text[48];
         return syntax_error(p, p->token->line, "expected a name, got %s", describe(p->token, text));
     }
-    return make_str(p, (p->token++)->text);
+    return new_str(p, (p->token++)->text);
 }
 
 struct expr *new_expr(struct parser *p, enum expr_kind kind, uint32_t line)
@@ -190,7 +136,7 @@ static struct expr *parse_strings(struct parser *p)
         memcpy(w, p->token->text.bytes, p->token->text.len);
         w += p->token->text.len;
     }
-    const struct str *s = make_str(p, (struct kvg_str){bytes, len});
+    const struct str *s = new_str(p, (struct kvg_str){bytes, len});
     return s ? constant(p, line, str_value(s)) : NULL;
 }
 
@@ -442,7 +388,7 @@ static const struct str *parse_dotted(struct parser *p)
         memcpy(bytes, name->bytes, name->len);
         bytes[name->len] = '.';
         memcpy(bytes + name->len + 1, part->bytes, part->len);
-        name = make_str(p, (struct kvg_str){bytes, name->len + part->len + 1});
+        name = new_str(p, (struct kvg_str){bytes, name->len + part->len + 1});
     }
     return name;
 }

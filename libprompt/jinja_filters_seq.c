@@ -154,7 +154,7 @@ FILTER(f_list)
 
 FILTER(f_first)
 {
-    static const struct str hint = {.bytes = "No first item, sequence was empty.", .len = 34};
+    static const struct str hint = {.bytes = "No first item, sequence was empty.", .len = 34, .ascii = 1};
     if (self.type == V_STR && self.s->len)
         return get_item(r, self, int_value(0));
     struct seq *items = iterate(r, self);
@@ -165,7 +165,7 @@ FILTER(f_first)
 
 FILTER(f_last)
 {
-    static const struct str hint = {.bytes = "No last item, sequence was empty.", .len = 33};
+    static const struct str hint = {.bytes = "No last item, sequence was empty.", .len = 33, .ascii = 1};
     if (self.type == V_SEQ && self.seq->kind == SEQ_GENERATOR)
         return fail_value(r, "'generator' object is not reversible");
     if (self.type == V_UNDEFINED)
@@ -229,7 +229,7 @@ FILTER(f_unique)
 
 static struct value extreme(struct render *r, struct value self, const struct value *p, bool max)
 {
-    static const struct str hint = {.bytes = "No aggregated item, sequence was empty.", .len = 39};
+    static const struct str hint = {.bytes = "No aggregated item, sequence was empty.", .len = 39, .ascii = 1};
     struct seq *items = iterate(r, self);
     struct value best = {.type = V_UNDEFINED, .why = UNDEFINED_HINT, .s = &hint}, best_key = MISSING_VALUE;
     for (size_t i = 0; items && i < items->n; i++) {

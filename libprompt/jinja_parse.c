@@ -1,6 +1,63 @@
-/* Statements. */
+/* Statements, and what both halves of the parser use. */
 #include "libprompt/jinja_ast.h"
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
+
+void *parse_alloc(struct parser *p, size_t n)
+{
+    void *bytes = kvg_arena_zalloc(p->arena, n);
+    if (!bytes && !p->failed) {
+        p->failed = true;
+        kvg_fail(p->err, KVG_NOMEM, "chat template: out of memory");
+    }
+    return bytes;
+}
+
+void *syntax_error(struct parser *p, uint32_t line, const char *format, ...)
+{
+    if (p->failed)
+        return NULL;
+    char text[200];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    p->failed = true;
+    kvg_fail(p->err, KVG_INVALID, "chat template, line %u: %s", line, text);
+    return NULL;
+}
+
+bool list_add(struct parser *p, struct list *list, void *item)
+{
+    if (!item)
+        return false;
+    if (list->n == list->cap) {
+        uint32_t cap = list->cap ? list->cap * 2 : 4;
+        void **v = kvg_arena_grow(p->arena, list->v, list->cap * sizeof *v, cap * sizeof *v);
+        if (!v) {
+            p->failed = true;
+            kvg_fail(p->err, KVG_NOMEM, "chat template: out of memory");
+            return false;
+        }
+        list->v = v;
+        list->cap = cap;
+    }
+    list->v[list->n++] = item;
+    return true;
+}
+
+const struct str *new_str(struct parser *p, struct kvg_str text)
+{
+    struct str *s = parse_alloc(p, sizeof *s);
+    if (!s)
+        return NULL;
+    *s = (struct str){.bytes = text.bytes, .len = text.len, .origin = KVG_TEMPLATE, .ascii = 1};
+    for (size_t i = 0; i < text.len; i++)
+        if ((unsigned char)text.bytes[i] >= 0x80)
+            s->ascii = 2;
+    return s;
+}
 
 static bool parse_body(struct parser *p, struct block *block, const char *const *ends);
 
@@ -252,10 +309,9 @@ static struct stmt *parse_statement(struct parser *p)
 static struct stmt *parse_data(struct parser *p)
 {
     struct stmt *s = new_stmt(p, S_DATA, p->token->line);
-    struct str *data = s ? parse_alloc(p, sizeof *data) : NULL;
+    const struct str *data = s ? new_str(p, p->token->text) : NULL;
     if (!data)
         return NULL;
-    *data = (struct str){.bytes = p->token->text.bytes, .len = p->token->text.len, .origin = KVG_TEMPLATE};
     s->data = data;
     p->token++;
     return s;

@@ -353,7 +353,7 @@ static struct expr *copy_target(struct resolver *rs, const struct expr *e)
 
 static void resolve_for(struct resolver *rs, struct frame *f, struct stmt *s)
 {
-    static const struct str loop_name = {.bytes = "loop", .len = 4};
+    static const struct str loop_name = {.bytes = "loop", .len = 4, .ascii = 1};
     resolve_expr(rs, f, s->expr);
     if (s->test) {
         struct frame test = inner_frame(f);
@@ -394,8 +394,9 @@ static uint32_t special_parameter(struct resolver *rs, struct frame *f, const st
 
 static void resolve_macro(struct resolver *rs, struct frame *f, struct macro *m)
 {
-    static const struct str caller = {.bytes = "caller", .len = 6}, kwargs = {.bytes = "kwargs", .len = 6},
-                            varargs = {.bytes = "varargs", .len = 7};
+    static const struct str caller = {.bytes = "caller", .len = 6, .ascii = 1},
+                            kwargs = {.bytes = "kwargs", .len = 6, .ascii = 1},
+                            varargs = {.bytes = "varargs", .len = 7, .ascii = 1};
     struct function_slots slots = {0};
     struct frame body = {.parent = f, .slots = &slots, .level = f->level + 1};
     bool given;

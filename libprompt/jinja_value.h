@@ -38,7 +38,7 @@ struct str {
     uint32_t n_runs;
     uint8_t origin;
     uint8_t markup; /* jinja's Markup: `+` escapes what is added to it */
-    uint8_t ascii;  /* 0: not yet known, 1: only ASCII, 2: not */
+    uint8_t ascii;  /* 0: not yet known (never so where renders share the string), 1: only ASCII, 2: not */
 };
 
 struct value {

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <pthread.h>
 #include <cmocka.h>
 #include "libprompt/jinja.h"
 
@@ -235,6 +236,45 @@ static void exhausted_memory_is_an_error_wherever_it_strikes(void **state)
     }
 }
 
+static const char shared_source[] =
+    "{% macro m() %}{{ kwargs.keys() | map('length') | list }}{% endmacro %}{% call m() %}{% endcall %}"
+    "{{ 'h\xc3\xa9llo'[1:3] }}{{ 'abc' | length }}{% for k in messages[0] %}{{ k | length }}{{ k[1:2] }}{% endfor %}";
+
+static void *render_often(void *tmpl)
+{
+    static const char json[] = "[{\"role\": \"user\", \"\xc3\xa9\": 1}]";
+    for (int i = 0; i < 200; i++) {
+        struct kvg_arena own;
+        struct kvg_json *messages;
+        struct kvg_text text;
+        struct kvg_error error;
+        kvg_arena_init(&own, 0);
+        bool ok = kvg_json_parse(&own, json, sizeof json - 1, NULL, &messages, &error) == 0 &&
+                  kvg_template_render(tmpl, &(struct kvg_binding){"messages", messages, KVG_INPUT}, 1, NULL, &own, &text,
+                                      &error) == 0 &&
+                  strcmp(text.bytes, "[6]\xc3\xa9l34o1") == 0;
+        kvg_arena_free(&own);
+        if (!ok)
+            return tmpl;
+    }
+    return NULL;
+}
+
+static void one_template_renders_on_several_threads_at_once(void **state)
+{
+    struct kvg_template *tmpl;
+    pthread_t threads[3];
+    assert_int_equal(kvg_template_open(&tmpl, shared_source, sizeof shared_source - 1, &err), 0);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, render_often, tmpl), 0);
+    for (int i = 0; i < 3; i++) {
+        void *failed;
+        pthread_join(threads[i], &failed);
+        assert_null(failed);
+    }
+    kvg_template_close(tmpl);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -246,6 +286,7 @@ int main(void)
         TEST(hostile_templates_end_at_a_limit),
         TEST(deep_sources_are_refused),
         TEST(a_template_cut_at_any_byte_never_crashes),
+        TEST(one_template_renders_on_several_threads_at_once),
         TEST(exhausted_memory_is_an_error_wherever_it_strikes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
