@@ -120,7 +120,7 @@ V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset
             sums[r][0][0] = sums[r][1][0] = i32x16_set1(-offset * low);
             sums[r][0][1] = sums[r][1][1] = i32x16_set1(-offset * high);
         }
-#pragma GCC unroll 8
+        V_UNROLL
         for (int g = 0; g < 8; g++) {
             u8x64 line0 = cell_line(codes, bits, g), line1 = cell_line(codes + panel_half_bytes(bits), bits, g);
             int part = scales == QUANT_SUPER_16 && g >= 4;
@@ -130,7 +130,7 @@ V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset
                 sums[r][1][part] = dot_line(bits, sums[r][1][part], line1, q);
             }
         }
-#pragma GCC unroll 2
+        V_UNROLL
         for (uint32_t h = 0; h < 2; h++) {
             struct half_scales w = load_scales(scales, cell, super, h);
             for (int r = 0; r < n; r++)

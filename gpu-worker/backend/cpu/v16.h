@@ -12,6 +12,12 @@
 #include "gpu-worker/quant/f16.h"
 
 #define V_INLINE static inline __attribute__((always_inline))
+/* Before the short loops over a cell's lines and halves; portable code would only grow. */
+#if defined(__AVX2__)
+#define V_UNROLL _Pragma("GCC unroll 8")
+#else
+#define V_UNROLL
+#endif
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
