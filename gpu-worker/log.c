@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-static enum log_level least = LOG_INFO;
+static _Atomic enum log_level least = LOG_INFO;
 static const char *const names[] = {"debug", "info", "warn", "error"};
 
 void log_set_level(enum log_level level)
