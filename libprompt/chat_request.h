@@ -1,8 +1,11 @@
 /* The body of POST /v1/chat/completions -> the rendered prompt.
  *
- * Normalizes what clients send before the template sees it: text-only content parts are joined by "\n"; a null or missing
- * assistant content becomes ""; a JSON string in a tool call's `arguments` is parsed; `role` is checked against
- * system, developer, user, assistant, tool, function and then counts as template text. Everything else is KVG_INPUT.
+ * Normalizes what clients send before the template sees it:
+ *   content        text-only parts are joined by "\n"; of an assistant, tool or function message null or missing becomes ""
+ *   arguments      of a tool call: text that is a JSON object becomes that object, "" an empty one; other text stays text
+ *   reasoning      `reasoning_content`, `thinking` or `reasoning`: found under the first two names, as in `transformers`
+ *   role           one of system, developer, user, assistant, tool, function; it then counts as template text
+ * Everything else that a client sent is KVG_INPUT, containers and their punctuation included.
  */
 #pragma once
 #include <stdbool.h>
