@@ -30,7 +30,10 @@ class Encoder:
         return self.ask(struct.pack(f"<{len(ids)}I", *ids), DECODE, 1)
 
     def close(self):
-        self.process.stdin.close()
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:  # it refused its file and has ended
+            pass
         self.process.wait(timeout=60)
         self.process.stdout.close()
         self.process.stderr.close()
