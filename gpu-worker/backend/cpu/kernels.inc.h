@@ -399,32 +399,22 @@ V_INLINE int page_width(int rows)
     return registers / rows >= 4 ? 4 : registers / rows >= 2 ? 2 : 1;
 }
 
+/* One copy of the code for each number of rows up to the most. */
+#define ROW_CASE(n, call)                                                                                                        \
+    case n:                                                                                                                      \
+        if (V_ATTENTION_ROWS >= n)                                                                                               \
+            call(n);                                                                                                             \
+        break;
 #define ROW_CASES(call)                                                                                                          \
     switch (n) {                                                                                                                 \
-    case 1:                                                                                                                      \
-        call(1);                                                                                                                 \
-        break;                                                                                                                   \
-    case 2:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 2 ? 1 : 2);                                                                                      \
-        break;                                                                                                                   \
-    case 3:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 3 ? 1 : 3);                                                                                      \
-        break;                                                                                                                   \
-    case 4:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 4 ? 1 : 4);                                                                                      \
-        break;                                                                                                                   \
-    case 5:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 5 ? 1 : 5);                                                                                      \
-        break;                                                                                                                   \
-    case 6:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 6 ? 1 : 6);                                                                                      \
-        break;                                                                                                                   \
-    case 7:                                                                                                                      \
-        call(V_ATTENTION_ROWS < 7 ? 1 : 7);                                                                                      \
-        break;                                                                                                                   \
-    default:                                                                                                                     \
-        call(V_ATTENTION_ROWS < 8 ? 1 : 8);                                                                                      \
-        break;                                                                                                                   \
+        ROW_CASE(1, call)                                                                                                        \
+        ROW_CASE(2, call)                                                                                                        \
+        ROW_CASE(3, call)                                                                                                        \
+        ROW_CASE(4, call)                                                                                                        \
+        ROW_CASE(5, call)                                                                                                        \
+        ROW_CASE(6, call)                                                                                                        \
+        ROW_CASE(7, call)                                                                                                        \
+        ROW_CASE(8, call)                                                                                                        \
     }
 
 static void score_rows(struct attention_scratch *s, const struct key_pages *pages, uint32_t head_dim, uint32_t row, int n)

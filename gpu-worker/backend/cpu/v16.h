@@ -12,8 +12,14 @@
 #include "gpu-worker/quant/f16.h"
 
 #define V_INLINE static inline __attribute__((always_inline))
+/* Sanitizers multiply the code of a kernel: there it is kept small. Results do not depend on it. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define V_SMALL 1
+#else
+#define V_SMALL 0
+#endif
 /* Before the short loops over a cell's lines and halves; portable code would only grow. */
-#if defined(__AVX2__)
+#if defined(__AVX2__) && !V_SMALL
 #define V_UNROLL _Pragma("GCC unroll 8")
 #else
 #define V_UNROLL
@@ -22,7 +28,7 @@
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
 
-enum { V_ROWS = 4, V_ATTENTION_ROWS = 8, V_DOT8_SIGNED = 0 };
+enum { V_ROWS = V_SMALL ? 2 : 4, V_ATTENTION_ROWS = V_SMALL ? 2 : 8, V_DOT8_SIGNED = 0 };
 typedef __m512 v16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
@@ -89,7 +95,7 @@ V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 
-enum { V_ROWS = 2, V_ATTENTION_ROWS = 4, V_DOT8_SIGNED = 1 };
+enum { V_ROWS = 2, V_ATTENTION_ROWS = V_SMALL ? 2 : 4, V_DOT8_SIGNED = 1 };
 typedef struct {
     __m256 a, b;
 } v16;
