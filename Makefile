@@ -67,7 +67,8 @@ unsan = $(if $(SAN),$(if $(filter %/kernels_generic.c,$(1)),-fno-sanitize=all))
 Q  := $(if $(V),,@)
 say = $(if $(V),,@echo "  $(1) $@")
 
-$(B)/%.o: %.c
+# The packages come first: without them nothing compiles.
+$(B)/%.o: %.c | build/.apt
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) $(call isa,$<) $(call unsan,$<) -c $< -o $@
@@ -122,8 +123,7 @@ $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/config ngin
 module: $(MODULE)
 
 programs: $(B)/kvgate-prompt $(B)/kvgate-worker
-all: build/.apt
-	$(MAKE) programs module
+all: programs module
 unit: $(UNIT_BIN)
 tools: $(TOOL_BIN)
 
