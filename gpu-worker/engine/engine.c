@@ -259,7 +259,7 @@ static int choose_sizes(struct engine *engine, const struct engine_options *opti
     return 0;
 }
 
-/* Bytes of the longest token's text. */
+/* Bytes that one token's text can come to. */
 static size_t longest_piece(const struct kvg_tokenizer *tokenizer)
 {
     size_t longest = 0;
@@ -267,7 +267,7 @@ static size_t longest_piece(const struct kvg_tokenizer *tokenizer)
         size_t n = kvg_token_bytes(tokenizer, id, false).len;
         longest = n > longest ? n : longest;
     }
-    return longest;
+    return KVG_DETOKENIZE_ROOM(longest);
 }
 
 static void fill_world(struct engine *engine, const struct kvg_prompt_model *prompt_model, const struct model_info *model)

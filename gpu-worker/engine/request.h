@@ -78,7 +78,7 @@ struct request_world {
     uint32_t max_len;     /* --max-model-len */
     uint32_t pool_tokens; /* what the KV pool holds */
     uint32_t block_size;
-    size_t longest_piece; /* bytes of one token's text */
+    size_t longest_piece; /* bytes that one token's text can come to */
 };
 
 /* 0, KVG_INVALID (both numbers in the message), or KVG_NOMEM. *out is the caller's until request_free. */

@@ -28,7 +28,7 @@ struct step_options {
     struct scheduler_options sched;
     uint32_t n_blocks;
     uint32_t n_vocab;     /* ids that may be drawn */
-    size_t longest_piece; /* bytes of one token's text */
+    size_t longest_piece; /* bytes that one token's text can come to */
 };
 
 /* step->model, publisher, metrics, ended, context and output.vocab are set by the caller before. 0 or an error. */

@@ -216,7 +216,7 @@ void ids_text(struct kvg_buf *out, const struct kvg_tokenizer *tokenizer, const 
             kvg_buf_add(out, text.bytes, text.len);
             continue;
         }
-        size_t room = kvg_token_bytes(tokenizer, ids[i], false).len + 16;
+        size_t room = KVG_DETOKENIZE_ROOM(kvg_token_bytes(tokenizer, ids[i], false).len);
         char *chars = room <= sizeof small ? small : malloc(room);
         if (!chars) {
             out->failed = true;

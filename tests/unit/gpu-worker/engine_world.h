@@ -39,17 +39,23 @@ static inline void write_toy(char path[64], const char *what)
         fail_msg("%s failed", command);
 }
 
-/* A scripted model over the toys' plain vocabulary (ids 0 to 255 are bytes, v.eos ends); `table` is Python: {id: next id}. */
-static inline void write_script(char path[64], const char *table)
+/* A scripted model over the toys' vocabulary (ids 0 to 255 are bytes, v.eos ends) with further tokens: `pieces` is what Python
+ * gives Vocabulary(), `table` is Python: {id: next id}. */
+static inline void write_script_with(char path[64], const char *pieces, const char *table)
 {
     char command[1024];
 
     snprintf(path, 64, "/tmp/kvgate-script-%d.gguf", (int)getpid());
     snprintf(command, sizeof command,
-             "PYTHONPATH=tests/tools python3 -c \"import toy_model as t; v = t.Vocabulary(); t.scripted('%s', v, %s)\"", path,
-             table);
+             "PYTHONPATH=tests/tools python3 -c \"import toy_model as t; v = t.Vocabulary(%s); t.scripted('%s', v, %s)\"", pieces,
+             path, table);
     if (system(command) != 0)
         fail_msg("%s failed", command);
+}
+
+static inline void write_script(char path[64], const char *table)
+{
+    write_script_with(path, "", table);
 }
 
 static inline void open_world(struct world *w, const char *path, struct engine_options options)

@@ -127,6 +127,25 @@ static void a_bias_and_a_ban_change_the_token(void **state)
     assert_string_equal(ask(params)->text, "Z");
 }
 
+/* A vocabulary may hold tokens of bytes that are no characters: each of them comes out as three. */
+static void broken_bytes_of_one_token_find_room(void **state)
+{
+    static struct world odd;
+    static struct call odd_call;
+    char path[64];
+    struct engine_params params = until_end();
+
+    write_script_with(path, "pieces=[bytes([0x80]) * 600]", "{10: v.id(bytes([0x80]) * 600)}");
+    open_world(&odd, path, (struct engine_options){.num_kv_blocks = 64, .block_size = 16});
+    run_call(&odd, &odd_call, prompt, 3, &params);
+    struct reply *reply = &odd_call.choices[0];
+    assert_int_equal(strlen(reply->text), 3 * 600);
+    for (size_t i = 0; i < 600; i++)
+        assert_memory_equal(reply->text + 3 * i, "\xef\xbf\xbd", 3);
+    close_world(&odd);
+    unlink(path);
+}
+
 static int open_scripted(void **state)
 {
     write_toy(scripted, "script 'The| quick| br|own f|ox jumps|.\xc3\xa9'");
@@ -172,7 +191,7 @@ int main(void)
         cmocka_unit_test(of_several_stops_the_first_to_end_wins),     cmocka_unit_test(what_only_began_a_stop_is_flushed),
         cmocka_unit_test(min_tokens_forbids_every_kind_of_end),       cmocka_unit_test(ignore_eos_goes_on_behind_the_end),
         cmocka_unit_test(a_stop_token_gives_no_text_unless_included), cmocka_unit_test(a_bias_and_a_ban_change_the_token),
-        cmocka_unit_test(characters_over_tokens_come_whole),
+        cmocka_unit_test(broken_bytes_of_one_token_find_room),        cmocka_unit_test(characters_over_tokens_come_whole),
     };
     return cmocka_run_group_tests(tests, open_scripted, close_scripted);
 }
