@@ -115,19 +115,25 @@ static struct request *next_new(struct engine *engine)
     struct request *request = engine->first_new;
     if (request && !(engine->first_new = request->next_new))
         engine->last_new = &engine->first_new;
+    if (request)
+        request->taken = true;
     pthread_mutex_unlock(&engine->mutex);
     return request;
 }
 
-/* A request that is marked, or any one when `all`; NULL when there is none, and then the mark is taken off. */
+/* A request that is marked, or any one when `all`; NULL when there is none, and then the mark is taken off. One that still
+ * stands in the queue of new ones, cancelled as soon as it came, has to leave it first: the mark stays for the next round. */
 static struct request *next_to_abort(struct engine *engine, bool all)
 {
     pthread_mutex_lock(&engine->mutex);
     struct request *request = engine->cancels || all ? engine->live : NULL;
-    while (request && !request->cancelled && !all)
+    bool left = false;
+    while (request && !all && !(request->cancelled && request->taken)) {
+        left |= request->cancelled;
         request = request->after;
+    }
     if (!request)
-        engine->cancels = false;
+        engine->cancels = left;
     pthread_mutex_unlock(&engine->mutex);
     return request;
 }

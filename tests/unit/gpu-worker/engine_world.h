@@ -106,8 +106,9 @@ struct call {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     bool ended;
-    bool gate; /* its sink waits: see close_gate */
-    int rank;  /* how many calls of this program had ended before it */
+    bool gate;  /* its sink waits: see close_gate */
+    bool waits; /* the sink is at the gate */
+    int rank;   /* how many calls of this program had ended before it */
     char error[128];
     struct reply choices[MOST_CHOICES];
 };
@@ -119,8 +120,11 @@ static inline void on_event(void *context, const struct engine_event *event)
     static int n_ended; /* sinks run on one thread, one engine after another */
 
     pthread_mutex_lock(&call->mutex);
-    while (call->gate)
+    while (call->gate) {
+        call->waits = true;
+        pthread_cond_broadcast(&call->changed);
         pthread_cond_wait(&call->changed, &call->mutex);
+    }
     reply->bad |= reply->finish != FINISH_NONE || call->ended || reply->n_ids + event->n_ids > MOST_IDS;
     for (size_t i = 0; i < event->n_ids && !reply->bad; i++) {
         reply->logprobs[reply->n_ids] = event->logprobs ? event->logprobs[i].logprob : 1;
@@ -220,6 +224,15 @@ static inline void close_gate(struct world *w, struct call *call)
 
     call->gate = true;
     start_call(w, call, &id, 1, &params);
+}
+
+/* Until the engine thread stands in the call's sink. */
+static inline void wait_at_gate(struct call *call)
+{
+    pthread_mutex_lock(&call->mutex);
+    while (!call->waits)
+        pthread_cond_wait(&call->changed, &call->mutex);
+    pthread_mutex_unlock(&call->mutex);
 }
 
 static inline void open_gate(struct call *call)

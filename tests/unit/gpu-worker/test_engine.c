@@ -419,6 +419,40 @@ static void all_choices_of_a_cancelled_request_end(void **state)
     close_world(&w);
 }
 
+/* Submitted and cancelled while the engine thread is busy with another cancellation: the request is marked before the thread
+ * has seen it as a new one. */
+static void a_request_may_be_cancelled_before_it_is_seen(void **state)
+{
+    static struct call first = {.gate = true}, second[4], after;
+    static uint32_t ids[40];
+    struct engine_params params = default_params(20);
+    struct world w;
+
+    open_world(&w, toy, pool_of(400, 16));
+    make_ids(ids, 40, 0, 3, VOCAB);
+    close_gate(&w, &gate);
+    start_call(&w, &first, ids, 40, &params);
+    engine_cancel(w.engine, first.id);
+    open_gate(&gate);
+    wait_at_gate(&first);
+    for (int i = 0; i < 4; i++) {
+        start_call(&w, &second[i], ids, 40, &params);
+        engine_cancel(w.engine, second[i].id);
+    }
+    start_call(&w, &after, ids, 40, &params);
+    open_gate(&first);
+    for (int i = 0; i < 4; i++) {
+        wait_call(&second[i]);
+        assert_int_equal(second[i].choices[0].finish, FINISH_ABORT);
+    }
+    wait_call(&after);
+    assert_int_equal(after.choices[0].n_ids, 20);
+    wait_idle(&w);
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(second[i].choices[0].n_events, 1);
+    close_world(&w);
+}
+
 static void closing_ends_running_requests_with_an_error(void **state)
 {
     static struct call running, queued;
@@ -636,6 +670,7 @@ int main(void)
         cmocka_unit_test(requests_that_outgrow_the_pool_end_with_their_solo_answers),
         cmocka_unit_test(a_cancelled_request_frees_its_blocks),
         cmocka_unit_test(all_choices_of_a_cancelled_request_end),
+        cmocka_unit_test(a_request_may_be_cancelled_before_it_is_seen),
         cmocka_unit_test(closing_ends_running_requests_with_an_error),
         cmocka_unit_test(a_draining_engine_finishes_and_takes_nothing_new),
         cmocka_unit_test(an_overloaded_engine_refuses),
