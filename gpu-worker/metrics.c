@@ -143,6 +143,22 @@ static void render_totals(struct page *page, struct engine_metrics *m)
                        ends[i].reason, (unsigned long long)ends[i].n);
 }
 
+static void render_speculation(struct page *page, struct engine_metrics *m)
+{
+    counter(page, "spec_decode_num_drafts_total", "Runs of draft tokens that were verified.", m->spec_verifications);
+    counter(page, "spec_decode_num_draft_tokens_total", "Draft tokens in these runs.", m->spec_drafted);
+    counter(page, "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted, so committed.", m->spec_accepted);
+    head(page, "spec_decode_num_accepted_tokens_per_pos_total", "counter", "Accepted draft tokens by their place in the run.");
+    for (int i = 0; i < SPEC_POSITIONS; i++)
+        kvg_buf_printf(page->out, "kvgate_spec_decode_num_accepted_tokens_per_pos_total{%s,position=\"%d\"} %llu\n",
+                       page->label.bytes, i, (unsigned long long)m->spec_accepted_at[i]);
+    gauge(page, "spec_decode_sequences", "Sequences with drafts in the last step; 0 = speculation is off or does not pay.",
+          m->spec_sequences);
+    gauge(page, "spec_decode_draft_limit", "Most drafts of the sequence that had some last (K).", m->spec_limit);
+    gauge(page, "spec_decode_goodput_gain", "Expected tokens a second with the last step's drafts over those without.",
+          m->spec_goodput_gain);
+}
+
 static void render_histograms(struct page *page, struct engine_metrics *m)
 {
     histogram(page, "time_to_first_token_seconds", "From submission to the first token.", &m->ttft);
@@ -167,6 +183,7 @@ void engine_metrics_render(struct engine_metrics *metrics, const char *model, st
     }
     render_load(&page, metrics);
     render_totals(&page, metrics);
+    render_speculation(&page, metrics);
     render_histograms(&page, metrics);
     kvg_buf_free(&page.label);
 }

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include "libprompt/json.h"
 
-enum { HISTOGRAM_BUCKETS = 24 };
+enum { HISTOGRAM_BUCKETS = 24, SPEC_POSITIONS = 16 };
 
 struct histogram {
     const double *bounds; /* ascending upper bounds; the last bucket is +Inf */
@@ -23,10 +23,14 @@ struct engine_metrics {
     _Atomic uint32_t running, waiting;
     _Atomic uint32_t blocks_total, blocks_used, blocks_cached; /* used: not free and not evictable */
     _Atomic uint64_t backlog_tokens;
-    _Atomic uint64_t prefix_query_tokens, prefix_hit_tokens;   /* vLLM: prefix_cache_queries, prefix_cache_hits */
+    _Atomic uint64_t prefix_query_tokens, prefix_hit_tokens; /* vLLM: prefix_cache_queries, prefix_cache_hits */
     _Atomic uint64_t prompt_tokens, generation_tokens, computed_prompt_tokens;
     _Atomic uint64_t preemptions, evicted_blocks, steps, cancelled;
     _Atomic uint64_t finished_stop, finished_length, finished_abort;
+    /* Drafts: verified runs of them, tokens in these, tokens that were accepted, and those by place in the run, from 0. */
+    _Atomic uint64_t spec_verifications, spec_drafted, spec_accepted, spec_accepted_at[SPEC_POSITIONS];
+    _Atomic uint32_t spec_sequences, spec_limit; /* sequences with drafts in the last step, and the most that one may have now */
+    _Atomic double spec_goodput_gain;            /* expected tokens a second of the last step's choice over no drafts */
     struct histogram ttft, inter_token, queue_time, prefill_time, decode_time, e2e_time;
     struct histogram rows_per_forward, sequences_per_forward;
     struct histogram batch_utilization; /* rows of a step / max_num_batched_tokens */

@@ -2,15 +2,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, struct kvg_error *err)
+int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32_t max_outputs, struct kvg_error *err)
 {
     *batch = (struct batch){.ids = calloc(max_rows, sizeof *batch->ids),
                             .seqs = calloc(max_seqs, sizeof *batch->seqs),
-                            .outputs = calloc(max_seqs, sizeof *batch->outputs),
+                            .outputs = calloc(max_outputs, sizeof *batch->outputs),
                             .samples = calloc(max_seqs, sizeof *batch->samples),
                             .results = calloc(max_seqs, sizeof *batch->results),
-                            .sampled = calloc(max_seqs, sizeof(struct sequence *))};
-    if (!batch->ids || !batch->seqs || !batch->outputs || !batch->samples || !batch->results || !batch->sampled) {
+                            .draws = calloc(max_seqs, sizeof *batch->draws)};
+    if (!batch->ids || !batch->seqs || !batch->outputs || !batch->samples || !batch->results || !batch->draws) {
         batch_free(batch);
         return kvg_fail(err, KVG_NOMEM, "no memory for batches of %u rows and %u sequences", max_rows, max_seqs);
     }
@@ -27,7 +27,7 @@ void batch_free(struct batch *batch)
     free(batch->outputs);
     free(batch->samples);
     free(batch->results);
-    free(batch->sampled);
+    free(batch->draws);
     *batch = (struct batch){0};
 }
 
@@ -60,19 +60,28 @@ static struct sample_row sampling_of(const struct sequence *seq, uint32_t output
                                .want_logprob = params->want_logprobs};
 }
 
-static void add_output(struct batch *batch, struct sequence *seq, uint32_t row, uint32_t n_vocab)
-{
-    uint32_t output = batch->model.n_outputs++;
-    batch->outputs[output] = row;
-    batch->samples[output] = sampling_of(seq, output, n_vocab);
-    batch->sampled[output] = seq;
-}
-
-void batch_fill(struct batch *batch, const struct step_plan *plan, uint32_t n_vocab)
+/* The batch has the entry's rows: the last of them but the drafts, and the drafts, are outputs. */
+static void add_draw(struct batch *batch, const struct plan_entry *entry)
 {
     struct model_batch *model = &batch->model;
 
-    model->n_rows = model->n_outputs = 0;
+    batch->draws[batch->n_draws++] =
+        (struct draw){.seq = entry->seq, .output = model->n_outputs, .n_drafts = entry->n_drafts, .n_proposed = entry->n_drafts};
+    for (uint32_t row = model->n_rows - 1 - entry->n_drafts; row < model->n_rows; row++)
+        batch->outputs[model->n_outputs++] = row;
+}
+
+void batch_sampling(struct batch *batch, uint32_t n_vocab)
+{
+    for (uint32_t i = 0; i < batch->n_draws; i++)
+        batch->samples[i] = sampling_of(batch->draws[i].seq, batch->draws[i].output, n_vocab);
+}
+
+void batch_fill(struct batch *batch, const struct step_plan *plan)
+{
+    struct model_batch *model = &batch->model;
+
+    model->n_rows = model->n_outputs = batch->n_draws = 0;
     model->n_seqs = plan->n;
     for (uint32_t i = 0; i < plan->n; i++) {
         const struct plan_entry *entry = &plan->entries[i];
@@ -85,6 +94,6 @@ void batch_fill(struct batch *batch, const struct step_plan *plan, uint32_t n_vo
         memcpy(batch->ids + model->n_rows, seq->ids + seq->n_computed, entry->n_rows * sizeof *batch->ids);
         model->n_rows += entry->n_rows;
         if (entry->samples)
-            add_output(batch, seq, model->n_rows - 1, n_vocab);
+            add_draw(batch, entry);
     }
 }

@@ -1,27 +1,39 @@
-/* From the plan of a step to what the model takes: rows, sequences, output rows, and one sampling row an output.
+/* From the plan of a step to what the model takes: rows, sequences, output rows; and from outputs to sampling rows.
  *
- *   plan      A: 3 rows     B: 1 row, samples     C: 2 rows, samples
- *   ids       a5 a6 a7      b9                    c0 c1
- *   outputs                 3                        5
+ *   plan      A: 3 rows     B: 1 row, samples     C: 2 rows, samples     D: 1 row and 2 drafts, samples
+ *   ids       a5 a6 a7      b9                    c0 c1                  d7 d8' d9'
+ *   outputs                 3                        5                   6  7   8
+ *   draws                   B: from output 0      C: from output 1       D: from output 2, with 2 drafts
  *
- * A sequence may have several output rows: that is how drafted tokens will be verified.
+ * Tokens are drawn in rounds: first one for each draw; then the next one for each whose token was its draft, and so on. So a
+ * token is drawn with penalties and bans that know all tokens before it, as without drafts.
  */
 #pragma once
 #include "gpu-worker/backend/sampling.h"
 #include "gpu-worker/engine/scheduler.h"
 #include "gpu-worker/model/model.h"
 
+/* One sequence's tokens of this step, from `output` on. */
+struct draw {
+    struct sequence *seq;
+    uint32_t output;                 /* of the next token */
+    uint32_t n_drafts;               /* still to be verified; the next is seq->ids[seq->n_ids] */
+    uint32_t n_proposed, n_accepted; /* of this step's drafts */
+};
+
 struct batch {
     struct model_batch model;
     uint32_t *ids;                 /* [max_rows] */
     struct model_seq *seqs;        /* [max_seqs] */
-    uint32_t *outputs;             /* [max_seqs] */
-    struct sample_row *samples;    /* [n_outputs], room for max_seqs */
-    struct sample_result *results; /* [n_outputs], room for max_seqs */
-    struct sequence **sampled;     /* [n_outputs], room for max_seqs: whose token each output gives */
+    uint32_t *outputs;             /* [max_outputs] */
+    struct draw *draws;            /* [n_draws], room for max_seqs */
+    struct sample_row *samples;    /* [n_draws] of this round */
+    struct sample_result *results; /* [n_draws] of this round */
+    uint32_t n_draws;
 };
 
-int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, struct kvg_error *err);
+int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32_t max_outputs, struct kvg_error *err);
 void batch_free(struct batch *batch);
-/* n_vocab: ids from it on are padding of the output matrix and cannot be drawn. */
-void batch_fill(struct batch *batch, const struct step_plan *plan, uint32_t n_vocab);
+void batch_fill(struct batch *batch, const struct step_plan *plan);
+/* Fills the samples of the next round. n_vocab: ids from it on are padding of the output matrix and cannot be drawn. */
+void batch_sampling(struct batch *batch, uint32_t n_vocab);

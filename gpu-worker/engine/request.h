@@ -1,7 +1,7 @@
 /* One client's request and its choices, which the scheduler knows as sequences.
  *
- *   ids of a sequence:   | prompt ................ | generated ... |
- *                        0                         n_prompt        n_ids     limit
+ *   ids of a sequence:   | prompt ................ | generated ... | drafts, during a step |
+ *                        0                         n_prompt        n_ids                        limit
  *                        |<---- n_computed: KV is in its blocks ---->|
  *
  * A sequence with n_ids - n_computed == 1 decodes; with more it prefills, be it for the first time or after a preemption.
@@ -35,6 +35,9 @@ struct sequence {
     uint32_t n_prompt, n_ids, n_computed;
     uint32_t limit; /* n_ids where generation ends with FINISH_LENGTH */
     struct cache_seq held;
+
+    uint32_t slot;     /* while it runs: its number among the running, from 0 */
+    uint32_t n_drafts; /* proposed behind ids[n_ids] for the next step; n_ids + n_drafts < limit */
 
     uint32_t cached_tokens; /* of the first admission */
     uint32_t preemptions;

@@ -10,8 +10,11 @@ int sched_init(struct scheduler *sched, const struct scheduler_options *options,
 {
     *sched = (struct scheduler){.options = *options, .cache = cache};
     sched->running = calloc(options->max_num_seqs, sizeof *sched->running);
-    if (!sched->running)
+    sched->free_slots = calloc(options->max_num_seqs, sizeof *sched->free_slots);
+    if (!sched->running || !sched->free_slots)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u running sequences", options->max_num_seqs);
+    for (uint32_t i = 0; i < options->max_num_seqs; i++)
+        sched->free_slots[i] = options->max_num_seqs - 1 - i;
     pacing_init(&sched->pacing, options->max_rows, options->fixed_chunk);
     return 0;
 }
@@ -19,7 +22,9 @@ int sched_init(struct scheduler *sched, const struct scheduler_options *options,
 void sched_free(struct scheduler *sched)
 {
     free(sched->running);
+    free(sched->free_slots);
     sched->running = NULL;
+    sched->free_slots = NULL;
 }
 
 /* ---- the order, the waiting list, the running array ----------------------------------------------------------------------- */
@@ -52,6 +57,7 @@ static void leave_waiting(struct scheduler *sched, struct sequence *seq)
 
 static void run_in_order(struct scheduler *sched, struct sequence *seq)
 {
+    seq->slot = sched->free_slots[sched->options.max_num_seqs - sched->n_running - 1];
     uint32_t at = sched->n_running++;
     for (; at && goes_before(seq, sched->running[at - 1]); at--)
         sched->running[at] = sched->running[at - 1];
@@ -65,6 +71,7 @@ static void leave_running(struct scheduler *sched, struct sequence *seq)
     while (sched->running[at] != seq)
         at++;
     sched->n_running--;
+    sched->free_slots[sched->options.max_num_seqs - sched->n_running - 1] = seq->slot;
     memmove(sched->running + at, sched->running + at + 1, (sched->n_running - at) * sizeof *sched->running);
     cache_release(sched->cache, &seq->held);
 }
@@ -210,6 +217,27 @@ static void plan_decodes(struct scheduler *sched, struct step_plan *plan)
     }
 }
 
+/* Drafts get what is left: rows, and blocks without preemption. */
+static void plan_drafts(struct scheduler *sched, struct step_plan *plan)
+{
+    uint32_t room = (sched->options.max_rows - plan->n_rows) / 2;
+
+    for (uint32_t i = 0; i < plan->n; i++) {
+        struct plan_entry *entry = &plan->entries[i];
+        struct sequence *seq = entry->seq;
+        uint32_t n = seq->n_drafts < room ? seq->n_drafts : room;
+        if (n && cache_grow(sched->cache, &seq->held, seq->n_ids + n) < 0) {
+            uint32_t held = seq->held.n_blocks * sched->options.block_size - seq->n_ids;
+            n = n < held ? n : held;
+        }
+        entry->n_drafts = n;
+        entry->n_rows += n;
+        plan->n_rows += n;
+        plan->n_drafts += n;
+        room -= n;
+    }
+}
+
 /* The sequence's next prompt rows, as far as the step has room. False: the step is full. */
 static bool plan_prefill(struct scheduler *sched, struct step_plan *plan, struct sequence *seq, uint32_t *room)
 {
@@ -256,9 +284,10 @@ static void plan_admissions(struct scheduler *sched, struct step_plan *plan, uin
 
 void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
 {
-    plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = 0;
+    plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = plan->n_drafts = 0;
     plan_decodes(sched, plan);
-    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes);
+    plan_drafts(sched, plan);
+    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts);
     if (plan_prefills(sched, plan, &room))
         plan_admissions(sched, plan, &room, now);
 }

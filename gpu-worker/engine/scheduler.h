@@ -12,7 +12,8 @@
  * A sequence whose prefix a running one is just computing waits for it and finds it cached: so a burst behind one cold prompt,
  * and the choices of a request, compute it once.
  *
- * Nothing is reserved for tokens to come. Engine thread only.
+ * Nothing is reserved for tokens to come. Drafts (seq->n_drafts) get rows and blocks where some are left: they preempt nobody,
+ * and half of a step's other rows stay for prompts. Engine thread only.
  */
 #pragma once
 #include <stdbool.h>
@@ -35,18 +36,20 @@ struct scheduler {
     uint32_t n_waiting;
     struct sequence **running; /* [n_running], in order */
     uint32_t n_running;
+    uint32_t *free_slots; /* [max_num_seqs - n_running], a stack */
     uint64_t n_added, n_preemptions;
 };
 
-/* One sequence's part of a step: its next n_rows ids; with `samples` the logits of the last are wanted. */
+/* One sequence's part of a step: its next n_rows ids, the last n_drafts of which are drafts; with `samples` the logits of the
+ * last id that is no draft are wanted, and those of each draft. */
 struct plan_entry {
     struct sequence *seq;
-    uint32_t n_rows;
+    uint32_t n_rows, n_drafts;
     bool samples;
 };
 struct step_plan {
     struct plan_entry *entries; /* [n], room for max_num_seqs */
-    uint32_t n, n_rows, n_samples, n_decodes;
+    uint32_t n, n_rows, n_samples, n_decodes, n_drafts;
 };
 
 int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err);

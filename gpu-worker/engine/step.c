@@ -52,7 +52,9 @@ int step_init(struct stepper *step, const struct step_options *options, struct k
     step->max_rows = options->sched.max_rows;
     if ((rc = cache_open(&step->cache, &cache, err)) < 0 ||
         (rc = sched_init(&step->sched, &options->sched, step->cache, err)) < 0 ||
-        (rc = batch_init(&step->batch, options->sched.max_rows, options->sched.max_num_seqs, err)) < 0)
+        (rc = batch_init(&step->batch, options->sched.max_rows, options->sched.max_num_seqs,
+                         options->sched.max_num_seqs + options->spec.most_drafts, err)) < 0 ||
+        (options->spec.most_drafts && (rc = speculate_open(&step->spec, &options->spec, err)) < 0))
         return rc;
     step->plan.entries = calloc(options->sched.max_num_seqs, sizeof *step->plan.entries);
     step->output.piece = malloc(options->longest_piece + 8);
@@ -65,6 +67,7 @@ void step_free(struct stepper *step)
 {
     free(step->plan.entries);
     free(step->output.piece);
+    speculate_close(step->spec);
     batch_free(&step->batch);
     sched_free(&step->sched);
     cache_close(step->cache);
@@ -172,10 +175,20 @@ static void count_plan(struct stepper *step)
         if (!plan->entries[i].seq->counted)
             count_admission(step, plan->entries[i].seq);
     m->steps++;
-    m->computed_prompt_tokens += plan->n_rows - plan->n_decodes;
+    m->computed_prompt_tokens += plan->n_rows - plan->n_decodes - plan->n_drafts;
     histogram_add(&m->rows_per_forward, plan->n_rows);
     histogram_add(&m->sequences_per_forward, plan->n);
     histogram_add(&m->batch_utilization, (double)plan->n_rows / step->max_rows);
+}
+
+static void sample_round(struct stepper *step)
+{
+    struct batch *batch = &step->batch;
+    struct kvg_error err;
+
+    batch_sampling(batch, step->n_vocab);
+    if (batch->n_draws && model_sample(step->model, batch->samples, batch->n_draws, batch->results, &err) < 0)
+        log_fatal("engine: sampling of %u rows: %s", batch->n_draws, err.message);
 }
 
 static void forward_and_sample(struct stepper *step)
@@ -185,29 +198,60 @@ static void forward_and_sample(struct stepper *step)
 
     if (model_forward(step->model, &batch->model, &err) < 0)
         log_fatal("engine: forward of %u rows: %s", batch->model.n_rows, err.message);
-    if (batch->model.n_outputs && model_sample(step->model, batch->samples, batch->model.n_outputs, batch->results, &err) < 0)
-        log_fatal("engine: sampling of %u rows: %s", batch->model.n_outputs, err.message);
+    sample_round(step);
 }
 
-/* The rows of the plan are computed: full blocks enter the tree before any client hears of the step. */
-static void store(struct stepper *step)
+/* So many more rows of the sequence hold tokens that it keeps: full blocks enter the tree before any client hears of what was
+ * drawn from them. */
+static void store(struct stepper *step, struct sequence *seq, uint32_t n_rows)
 {
-    for (uint32_t i = 0; i < step->plan.n; i++) {
-        struct sequence *seq = step->plan.entries[i].seq;
-        seq->n_computed += step->plan.entries[i].n_rows;
-        cache_store(step->cache, &seq->held, seq->ids, seq->n_computed);
-    }
+    seq->n_computed += n_rows;
+    cache_store(step->cache, &seq->held, seq->ids, seq->n_computed);
 }
 
+static void store_rows(struct stepper *step)
+{
+    for (uint32_t i = 0; i < step->plan.n; i++)
+        store(step, step->plan.entries[i].seq, step->plan.entries[i].n_rows - step->plan.entries[i].n_drafts);
+}
+
+/* Commits a token. Whether the sequence's next one can be drawn in this step: this one was its draft, whose row is computed.
+ * If not, what the drafts took is given back. */
+static bool commit(struct stepper *step, struct draw *draw, const struct sample_result *result, double now)
+{
+    struct sequence *seq = draw->seq;
+    struct engine_event event;
+    bool accepted = draw->n_drafts && result->id == seq->ids[seq->n_ids];
+
+    count_token(step, seq, now);
+    output_commit(&step->output, seq, result, &event);
+    draw->n_accepted += accepted;
+    bool goes_on = accepted && event.finish == FINISH_NONE;
+    if (draw->n_proposed && !goes_on) {
+        speculate_verified(step->spec, seq, draw->n_proposed, draw->n_accepted, event.finish != FINISH_NONE);
+        cache_trim(step->cache, &seq->held, seq->n_ids);
+    }
+    emit(step, seq, &event, now);
+    if (!goes_on)
+        return false;
+    store(step, seq, 1);
+    draw->output++;
+    draw->n_drafts--;
+    return true;
+}
+
+/* The first round is sampled; each further one is for those whose token was their draft. */
 static void emit_tokens(struct stepper *step, double now)
 {
-    struct engine_event event;
+    struct batch *batch = &step->batch;
 
-    for (uint32_t i = 0; i < step->batch.model.n_outputs; i++) {
-        struct sequence *seq = step->batch.sampled[i];
-        count_token(step, seq, now);
-        output_commit(&step->output, seq, &step->batch.results[i], &event);
-        emit(step, seq, &event, now);
+    while (batch->n_draws) {
+        uint32_t n = 0;
+        for (uint32_t i = 0; i < batch->n_draws; i++)
+            if (commit(step, &batch->draws[i], &batch->results[i], now))
+                batch->draws[n++] = batch->draws[i];
+        batch->n_draws = n;
+        sample_round(step);
     }
 }
 
@@ -215,16 +259,21 @@ void step_run(struct stepper *step)
 {
     double start = step_now();
 
+    if (step->spec)
+        speculate_propose(step->spec, step->sched.running, step->sched.n_running);
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
-    batch_fill(&step->batch, &step->plan, step->n_vocab);
+    uint32_t decode_rows = step->plan.n_decodes + step->plan.n_drafts;
+    batch_fill(&step->batch, &step->plan);
     forward_and_sample(step);
     double now = step_now();
-    pacing_observe(&step->sched.pacing, step->plan.n_rows - step->plan.n_decodes, step->plan.n_decodes, now - start);
+    pacing_observe(&step->sched.pacing, step->plan.n_rows - decode_rows, decode_rows, now - start);
     count_plan(step);
-    store(step);
+    store_rows(step);
     emit_tokens(step, now);
+    if (step->spec)
+        speculate_timed(step->spec, &step->plan, step_now() - start);
 }
 
 void step_report(struct stepper *step)
@@ -241,6 +290,8 @@ void step_report(struct stepper *step)
     m->blocks_cached = counts.cached;
     m->evicted_blocks = counts.evicted;
     m->preemptions = step->sched.n_preemptions;
+    if (step->sched.n_running == 0)
+        m->spec_sequences = 0;
     m->backlog_tokens = backlog;
     if (!step->publisher)
         return;

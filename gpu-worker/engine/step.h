@@ -1,11 +1,12 @@
-/* One step of the engine: schedule -> batch -> forward -> sample -> emit. Engine thread only; allocates nothing after
- * step_init.
+/* One step of the engine: draft -> schedule -> batch -> forward -> sample or verify -> emit. Engine thread only; allocates
+ * nothing after step_init.
  */
 #pragma once
 #include <stdbool.h>
 #include "gpu-worker/engine/batch.h"
 #include "gpu-worker/engine/output.h"
 #include "gpu-worker/engine/scheduler.h"
+#include "gpu-worker/engine/speculate.h"
 #include "gpu-worker/kv/cache.h"
 #include "gpu-worker/kv/publish.h"
 #include "gpu-worker/metrics.h"
@@ -18,6 +19,7 @@ struct stepper {
     struct step_plan plan;
     struct batch batch;
     struct output output;
+    struct speculate *spec; /* NULL: no drafts */
     struct engine_metrics *metrics;
     uint32_t n_vocab, max_rows;
     void (*ended)(void *context, struct request *request); /* after its last event: the request may go */
@@ -26,6 +28,7 @@ struct stepper {
 
 struct step_options {
     struct scheduler_options sched;
+    struct speculate_options spec; /* most_drafts 0: no drafts */
     uint32_t n_blocks;
     uint32_t n_vocab;     /* ids that may be drawn */
     size_t longest_piece; /* bytes that one token's text can come to */

@@ -130,6 +130,14 @@ int cache_grow(struct kv_cache *cache, struct cache_seq *seq, uint32_t n_tokens)
     return 0;
 }
 
+void cache_trim(struct kv_cache *cache, struct cache_seq *seq, uint32_t n_tokens)
+{
+    uint32_t size = cache->tree.block_size, need = n_tokens / size + (n_tokens % size != 0);
+
+    for (; seq->n_blocks > need; cache->n_held--)
+        pool_unref(&cache->pool, seq->blocks[--seq->n_blocks]);
+}
+
 void cache_store(struct kv_cache *cache, struct cache_seq *seq, const uint32_t *ids, uint32_t n_computed)
 {
     uint32_t size = cache->tree.block_size, whole = n_computed / size, at = seq->n_stored, n = whole - at, stored = 0;

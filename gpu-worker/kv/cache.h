@@ -59,6 +59,8 @@ uint32_t cache_match(struct kv_cache *cache, struct cache_seq *seq, const uint32
 uint32_t cache_peek(const struct kv_cache *cache, struct cache_seq *seq, const uint32_t *ids, uint32_t n);
 /* Makes room in the table for n_tokens, evicting where needed. 0, or -1 and nothing changed when blocks are short. */
 int cache_grow(struct kv_cache *cache, struct cache_seq *seq, uint32_t n_tokens);
+/* Gives back the table's blocks behind those of n_tokens; none of them is stored: drafts were rejected. */
+void cache_trim(struct kv_cache *cache, struct cache_seq *seq, uint32_t n_tokens);
 /* The KV of ids[n_computed] is in the table's blocks: what is full and new enters the tree. */
 void cache_store(struct kv_cache *cache, struct cache_seq *seq, const uint32_t *ids, uint32_t n_computed);
 /* Between steps: replaces the sequence's duplicates by the tree's blocks of the same ids; returns the blocks that became free. */

@@ -43,9 +43,10 @@ static inline void write_toy(char path[64], const char *what)
  * gives Vocabulary(), `table` is Python: {id: next id}. */
 static inline void write_script_with(char path[64], const char *pieces, const char *table)
 {
+    static int n;
     char command[1024];
 
-    snprintf(path, 64, "/tmp/kvgate-script-%d.gguf", (int)getpid());
+    snprintf(path, 64, "/tmp/kvgate-script-%d-%d.gguf", (int)getpid(), n++);
     snprintf(command, sizeof command,
              "PYTHONPATH=tests/tools python3 -c \"import toy_model as t; v = t.Vocabulary(%s); t.scripted('%s', v, %s)\"", pieces,
              path, table);
@@ -61,11 +62,12 @@ static inline void write_script(char path[64], const char *table)
 static inline void open_world(struct world *w, const char *path, struct engine_options options)
 {
     struct kvg_error err;
+    uint32_t max_seqs = options.max_num_seqs ? options.max_num_seqs : 64;
     struct model_options model = {.path = path,
                                   .threads = 1, /* many programs share the machine while tests run */
                                   .max_rows = options.max_num_batched_tokens ? options.max_num_batched_tokens : 2048,
-                                  .max_seqs = options.max_num_seqs ? options.max_num_seqs : 64,
-                                  .max_outputs = options.max_num_seqs ? options.max_num_seqs : 64};
+                                  .max_seqs = max_seqs,
+                                  .max_outputs = engine_max_outputs(&options, max_seqs)};
 
     log_set_level(LOG_WARN);
     options.model_name = "toy";
