@@ -252,8 +252,13 @@ ngx_uint_t ngx_http_kvgate_worker_down(ngx_http_kvgate_main_conf_t *conf, ngx_ht
 /* Marks a lease that refused a connection, until its next heartbeat. */
 void ngx_http_kvgate_worker_mark(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease);
 
+/* log.c: logs "kvgate: …", unless the same text was logged within the last minute. For trouble that lasts. */
+void ngx_cdecl ngx_http_kvgate_complain(ngx_uint_t level, ngx_log_t *log, const char *format, ...);
+
 /* directives.c */
 char *ngx_http_kvgate_model(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
+/* Refuses a name that two models answer to. */
+char *ngx_http_kvgate_check_names(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf);
 char *ngx_http_kvgate_redis(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 char *ngx_http_kvgate_redis_prefix(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 char *ngx_http_kvgate_zone(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);

@@ -106,8 +106,8 @@ ngx_http_kvgate_failed_peer(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *p
     candidate = peer->ctx->chosen;
     ngx_http_kvgate_worker_mark(ngx_http_get_module_main_conf(peer->request, ngx_http_kvgate_module), candidate->pool,
                                 &candidate->worker, candidate->lease);
-    ngx_log_error(NGX_LOG_WARN, pc->log, 0, "kvgate: worker \"%V\" at \"%V\" cannot be reached; avoided until its next heartbeat",
-                  &candidate->worker, &candidate->addr);
+    ngx_http_kvgate_complain(NGX_LOG_WARN, pc->log, "worker \"%V\" at \"%V\" cannot be reached; avoided until its next heartbeat",
+                             &candidate->worker, &candidate->addr);
 }
 
 

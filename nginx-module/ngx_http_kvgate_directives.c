@@ -155,6 +155,53 @@ ngx_http_kvgate_model(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
 }
 
 
+/* How many names of a model, its own and its aliases, are `name`. */
+static ngx_uint_t
+ngx_http_kvgate_count_name(ngx_http_kvgate_model_t *model, u_char *name)
+{
+    ngx_str_t   *alias;
+    ngx_uint_t   i, n;
+
+    n = ngx_strcmp(model->name, name) == 0;
+    alias = model->aliases.elts;
+
+    for (i = 0; i < model->aliases.nelts; i++) {
+        n += ngx_strcmp(alias[i].data, name) == 0;
+    }
+
+    return n;
+}
+
+
+char *
+ngx_http_kvgate_check_names(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf)
+{
+    ngx_str_t                *alias;
+    ngx_uint_t                i, k, m, n;
+    ngx_http_kvgate_model_t  *model;
+
+    model = mcf->models.elts;
+
+    for (i = 0; i < mcf->models.nelts; i++) {
+        alias = model[i].aliases.elts;
+
+        for (k = 0; k < model[i].aliases.nelts; k++) {
+            for (m = 0, n = 0; m < mcf->models.nelts; m++) {
+                n += ngx_http_kvgate_count_name(&model[m], alias[k].data);
+            }
+
+            if (n > 1) {
+                ngx_log_error(NGX_LOG_EMERG, cf->log, 0, "alias \"%V\" of kvgate_model \"%s\" is already a model's name or alias",
+                              &alias[k], model[i].name);
+                return NGX_CONF_ERROR;
+            }
+        }
+    }
+
+    return NGX_CONF_OK;
+}
+
+
 /* ---- kvgate_redis ---- */
 
 /* Names are resolved here, once: hiredis would do it while the event loop waits. */

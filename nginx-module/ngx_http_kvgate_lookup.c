@@ -70,16 +70,16 @@ ngx_http_kvgate_address(ngx_http_request_t *r, ngx_http_kvgate_main_conf_t *conf
     }
 
     if (rc != NGX_OK) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0,
-                      "kvgate: worker \"%V\" advertises \"%V\", which is no numeric address with a port", &candidate->worker,
-                      &candidate->addr);
+        ngx_http_kvgate_complain(NGX_LOG_ERR, r->connection->log,
+                                 "worker \"%V\" advertises \"%V\", which is no numeric address with a port", &candidate->worker,
+                                 &candidate->addr);
         return NGX_DECLINED;
     }
 
     if (ngx_cidr_match(candidate->sockaddr, conf->allow) != NGX_OK) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0,
-                      "kvgate: worker \"%V\" advertises \"%V\", which is outside kvgate_allow", &candidate->worker,
-                      &candidate->addr);
+        ngx_http_kvgate_complain(NGX_LOG_ERR, r->connection->log,
+                                 "worker \"%V\" advertises \"%V\", which is outside kvgate_allow", &candidate->worker,
+                                 &candidate->addr);
         return NGX_DECLINED;
     }
 
@@ -296,15 +296,16 @@ ngx_http_kvgate_read_reply(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
 
     kvg_arena_init(&arena, 0);
     ngx_memzero(&reply, sizeof(reply));
+    err.message[0] = '\0';
 
     if (kvg_route_parse(answer, &arena, &reply, &err) != KVG_OK) {
-        ngx_log_error(NGX_LOG_WARN, r->connection->log, 0, "kvgate: route.lua: %s", err.message);
+        ngx_http_kvgate_complain(NGX_LOG_WARN, r->connection->log, "%s", err.message);
         ctx->reason = NGX_HTTP_KVGATE_REDIS_ERROR;
         ngx_http_kvgate_candidates(r, ctx, NULL);
 
     } else if (reply.status == KVG_ROUTE_MISMATCH) {
-        ngx_log_error(NGX_LOG_ERR, r->connection->log, 0, "kvgate: model \"%s\": workers and gateway differ: %s",
-                      ctx->prompt.model->name, reply.mismatch);
+        ngx_http_kvgate_complain(NGX_LOG_ERR, r->connection->log, "model \"%s\": workers and gateway differ: %s",
+                                 ctx->prompt.model->name, reply.mismatch);
         ctx->reason = NGX_HTTP_KVGATE_MISMATCH;
         ngx_http_kvgate_candidates(r, ctx, NULL);
 
@@ -312,6 +313,10 @@ ngx_http_kvgate_read_reply(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
         ctx->reason = NGX_HTTP_KVGATE_NO_WORKERS;
 
     } else {
+        if (err.message[0]) {
+            ngx_http_kvgate_complain(NGX_LOG_WARN, r->connection->log, "%s", err.message);
+        }
+
         ctx->reason = ngx_http_kvgate_choice_reason(&reply.choices[0]);
         ngx_http_kvgate_candidates(r, ctx, &reply);
     }

@@ -203,6 +203,15 @@ ngx_http_kvgate_init_main_conf(ngx_conf_t *cf, void *conf)
         return NGX_CONF_OK;
     }
 
+    if (mcf->redis_timeout == 0) {
+        ngx_log_error(NGX_LOG_EMERG, cf->log, 0, "\"kvgate_redis_timeout\" must be over 0");
+        return NGX_CONF_ERROR;
+    }
+
+    if (ngx_http_kvgate_check_names(cf, mcf) != NGX_CONF_OK) {
+        return NGX_CONF_ERROR;
+    }
+
 #if (NGX_THREADS)
     if (ngx_thread_pool_add(cf, NULL) == NULL) {
         return NGX_CONF_ERROR;

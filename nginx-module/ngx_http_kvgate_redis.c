@@ -197,8 +197,8 @@ ngx_http_kvgate_redis_greeted(redisAsyncContext *context, void *data, void *priv
     redis.silent = 0;
 
     if (reply->type == REDIS_REPLY_ERROR) {
-        ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0, "kvgate: redis %s: %s: %s", ngx_http_kvgate_redis_url()->shown,
-                      (char *) privdata, reply->str);
+        ngx_http_kvgate_complain(NGX_LOG_ERR, ngx_cycle->log, "redis %s: %s: %s", ngx_http_kvgate_redis_url()->shown,
+                                 (char *) privdata, reply->str);
     }
 }
 
@@ -446,8 +446,8 @@ ngx_http_kvgate_redis_reply(redisAsyncContext *context, void *data, void *privda
     }
 
     if (reply->type == REDIS_REPLY_ERROR) {
-        ngx_log_error(NGX_LOG_WARN, ngx_cycle->log, 0, "kvgate: redis %s: %s.lua: %s", ngx_http_kvgate_redis_url()->shown,
-                      kvg_script(call->script)->name, reply->str);
+        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "redis %s: %s.lua: %s", ngx_http_kvgate_redis_url()->shown,
+                                 kvg_script(call->script)->name, reply->str);
         ngx_http_kvgate_call_done(call, NGX_HTTP_KVGATE_REDIS_ERROR, NULL);
 
     } else {
@@ -474,12 +474,14 @@ ngx_http_kvgate_redis_polled(void *data, ngx_http_kvgate_reason_e failure, const
     }
 
     kvg_arena_init(&arena, 0);
+    err.message[0] = '\0';
 
     if (kvg_workers_parse(reply, &arena, &workers, &n, &err) == KVG_OK) {
         ngx_http_kvgate_workers_set(redis.conf, model->pool, workers, n);
+    }
 
-    } else {
-        ngx_log_error(NGX_LOG_WARN, ngx_cycle->log, 0, "kvgate: model \"%s\": workers.lua: %s", model->name, err.message);
+    if (err.message[0]) {
+        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "model \"%s\": %s", model->name, err.message);
     }
 
     kvg_arena_free(&arena);

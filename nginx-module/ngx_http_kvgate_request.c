@@ -486,6 +486,10 @@ ngx_http_kvgate_again(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uin
         {
             return NGX_HTTP_INTERNAL_SERVER_ERROR;
         }
+
+    } else if (mode == NGX_HTTP_KVGATE_ON && r->internal && ngx_http_kvgate_set_headers(r, ctx, 0) != NGX_OK) {
+        /* from a location that observes: nothing is added, but a client's X-Kvgate-* stays out all the same */
+        return NGX_HTTP_INTERNAL_SERVER_ERROR;
     }
 
     return NGX_DECLINED;

@@ -90,7 +90,8 @@ ngx_http_kvgate_push(ngx_http_request_t *r, char *name, char *lowcase, size_t le
 ngx_int_t
 ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t ours)
 {
-    ngx_str_t  value;
+    ngx_str_t                    value;
+    ngx_http_kvgate_loc_conf_t  *lcf;
 
     if (ngx_http_kvgate_strip(r) != NGX_OK) {
         return NGX_ERROR;
@@ -98,6 +99,16 @@ ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, n
 
     if (!ours) {
         return NGX_OK;
+    }
+
+    lcf = ngx_http_get_module_loc_conf(r, ngx_http_kvgate_module);
+    ngx_str_set(&value, "off");
+
+    /* also where the body is not looked at: the worker reads it whatever its Content-Type says */
+    if (!lcf->priority && (r->method & NGX_HTTP_POST)
+        && ngx_http_kvgate_push(r, "X-Kvgate-Priority", "x-kvgate-priority", sizeof("X-Kvgate-Priority") - 1, &value) != NGX_OK)
+    {
+        return NGX_ERROR;
     }
 
     if (ctx->prompt.salt.len) {

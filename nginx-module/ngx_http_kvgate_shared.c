@@ -112,8 +112,8 @@ ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_p
     ngx_http_kvgate_worker_t   next[NGX_HTTP_KVGATE_WORKERS];
 
     if (n > NGX_HTTP_KVGATE_WORKERS) {
-        ngx_log_error(NGX_LOG_WARN, ngx_cycle->log, 0, "kvgate: model \"%s\" has %uz workers, %d are used", pool->name, n,
-                      NGX_HTTP_KVGATE_WORKERS);
+        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "model \"%s\" has more than %d workers, the others are not used",
+                                 pool->name, NGX_HTTP_KVGATE_WORKERS);
         n = NGX_HTTP_KVGATE_WORKERS;
     }
 

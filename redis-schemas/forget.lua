@@ -21,7 +21,7 @@ redis.call('DEL', w)
 local ended, others = 0, false
 local leases = redis.call('HGETALL', base .. 'leases')
 for i = 1, #leases, 2 do
-    local name, owner = string.match(leases[i + 1], '^(%S+) (.*)$')
+    local name, owner = string.match(leases[i + 1], '^(%S*) ?(.*)$')
     if name == id and (nonce == '' or owner == nonce) then
         redis.call('HDEL', base .. 'leases', leases[i])
         redis.call('ZREM', base .. 'load', leases[i])

@@ -52,7 +52,7 @@ local alive = {}
 local function live(number)
     if alive[number] == nil then
         local named = redis.call('HGET', base .. 'leases', number)
-        local now_held = named and redis.call('HMGET', base .. 'w:' .. string.match(named, '^%S+'), 'lease', 'next')
+        local now_held = named and redis.pcall('HMGET', base .. 'w:' .. string.match(named, '^%S*'), 'lease', 'next')
         alive[number] = now_held and (now_held[1] == number or now_held[2] == number) or false
     end
     return alive[number]
@@ -71,7 +71,13 @@ local cursor = tonumber(redis.call('HGET', KEYS[1], 'sweep') or 0)
 local seen, buckets = 0, 0
 while buckets < SWEEP_BUCKETS and seen < SWEEP_CLAIMS do
     local own = string.format('%sown:%04x', base, cursor)
-    local claims = redis.call('HGETALL', own)
+    local claims = redis.pcall('HGETALL', own)
+    if claims.err then
+        if not string.find(claims.err, 'WRONGTYPE', 1, true) then
+            return claims
+        end
+        redis.call('DEL', own) -- somebody else's value under our name
+    end
     for i = 1, #claims, 2 do
         if not alive[claims[i + 1]] then -- most fields name one live lease
             local kept, dropped = {}, false

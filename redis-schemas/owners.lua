@@ -15,8 +15,8 @@ local owners = {}
 for lease in string.gmatch(list, '%d+') do
     local named = redis.call('HGET', base .. 'leases', lease)
     if named then
-        local id = string.match(named, '^%S+')
-        local w = redis.call('HMGET', base .. 'w:' .. id, 'lease', 'addr')
+        local id = string.match(named, '^%S*')
+        local w = redis.pcall('HMGET', base .. 'w:' .. id, 'lease', 'addr')
         if w[1] == lease then
             owners[#owners + 1] = id .. ' ' .. w[2] .. ' ' .. lease
         end

@@ -47,7 +47,7 @@ local alive = {[lease] = true}
 local function live(number)
     if alive[number] == nil then
         local named = redis.call('HGET', base .. 'leases', number)
-        local now_held = named and redis.call('HMGET', base .. 'w:' .. string.match(named, '^%S+'), 'lease', 'next')
+        local now_held = named and redis.pcall('HMGET', base .. 'w:' .. string.match(named, '^%S*'), 'lease', 'next')
         alive[number] = now_held and (now_held[1] == number or now_held[2] == number) or false
     end
     return alive[number]
@@ -57,8 +57,19 @@ for at = 1, #events, 21 do
     local own, field = base .. 'own:' .. string.sub(events, at + 1, at + 4), string.sub(events, at + 5, at + 20)
     local stored = string.byte(events, at) == 43
     local list
-    if not stored or redis.call('HSETNX', own, field, lease) == 0 then
-        list = redis.call('HGET', own, field)
+    local fresh = stored and redis.pcall('HSETNX', own, field, lease)
+    if type(fresh) == 'table' then
+        if not string.find(fresh.err, 'WRONGTYPE', 1, true) then
+            return fresh
+        end
+        redis.call('DEL', own) -- somebody else's value under our name
+        fresh = redis.call('HSETNX', own, field, lease)
+    end
+    if fresh ~= 1 then
+        list = redis.pcall('HGET', own, field)
+    end
+    if type(list) == 'table' then
+        list = nil
     end
     if list == lease and not stored then
         redis.call('HDEL', own, field)

@@ -150,6 +150,12 @@ static void row_name(struct row *row, char *out, size_t size)
     row->bad |= !out[0];
 }
 
+/* A worker's entry that somebody else wrote into: the others count all the same. */
+static void left_out(struct kvg_error *err, const char *script, const char *worker)
+{
+    kvg_fail(err, KVG_INVALID, "%s.lua: the entry of worker \"%s\" is malformed and left out", script, worker);
+}
+
 static int unexpected(struct kvg_error *err, const char *script, const redisReply *reply)
 {
     if (!reply)
@@ -162,6 +168,7 @@ static int unexpected(struct kvg_error *err, const char *script, const redisRepl
 
 static int parse_choice(const redisReply *reply, struct kvg_route_choice *choice)
 {
+    choice->worker[0] = '\0';
     if (reply->type != REDIS_REPLY_ARRAY)
         return -1;
     struct row row = {.reply = reply};
@@ -199,10 +206,14 @@ int kvg_route_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg
     }
     if (row.bad || strcmp(status, "ok") || reply->elements < 2 || reply->elements > 4)
         return unexpected(err, "route", reply);
-    for (size_t i = 1; i < reply->elements; i++)
-        if (parse_choice(reply->element[i], &out->choices[out->n_choices++]))
-            return unexpected(err, "route", reply);
-    return 0;
+    for (size_t i = 1; i < reply->elements; i++) {
+        struct kvg_route_choice *choice = &out->choices[out->n_choices];
+        if (parse_choice(reply->element[i], choice))
+            left_out(err, "route", choice->worker);
+        else
+            out->n_choices++;
+    }
+    return out->n_choices ? 0 : unexpected(err, "route", reply);
 }
 
 static int parse_worker(const redisReply *reply, struct kvg_live_worker *worker)
@@ -234,10 +245,12 @@ int kvg_workers_parse(const redisReply *reply, struct kvg_arena *arena, struct k
     struct kvg_live_worker *list = kvg_arena_zalloc(arena, reply->elements * sizeof *list);
     if (!list)
         return kvg_fail(err, KVG_NOMEM, "workers.lua: out of memory for %zu workers", reply->elements);
-    for (size_t i = 0; i < reply->elements; i++)
-        if (parse_worker(reply->element[i], &list[i]))
-            return unexpected(err, "workers", reply);
+    for (size_t i = 0; i < reply->elements; i++) {
+        if (parse_worker(reply->element[i], &list[*n]))
+            left_out(err, "workers", list[*n].worker);
+        else
+            ++*n;
+    }
     *workers = list;
-    *n = reply->elements;
-    return 0;
+    return *n || !reply->elements ? 0 : unexpected(err, "workers", reply);
 }

@@ -46,7 +46,8 @@ struct kvg_route_reply {
     char *explain;      /* JSON with every candidate's terms, in the arena; NULL unless asked for. It comes alone: the
                          * choices are in it by rank, and n_choices is 0 */
 };
-/* 0, or KVG_INVALID with a message when Redis answered an error (its text is the message) or something unexpected. */
+/* 0, or KVG_INVALID with a message when Redis answered an error (its text is the message) or something unexpected. A choice that
+ * is malformed is left out where another remains: 0, with a message in *err (empty otherwise, if the caller emptied it). */
 int kvg_route_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg_route_reply *out, struct kvg_error *err);
 
 /* workers.lua: all live workers of a model, for the gateway's fallback and status. */
@@ -61,5 +62,6 @@ struct kvg_live_worker {
 };
 int kvg_workers_argv(const char *prefix, const char *model, struct kvg_arena *arena, int *argc, const char ***argv,
                      size_t **argv_len);
+/* As kvg_route_parse: malformed workers are left out, with a message in *err. */
 int kvg_workers_parse(const redisReply *reply, struct kvg_arena *arena, struct kvg_live_worker **workers, size_t *n,
                       struct kvg_error *err);

@@ -47,7 +47,7 @@ for i, name in ipairs({'block size', 'fingerprint', 'schema version'}) do
     end
 end
 local block_size = tonumber(meta[1])
-local mean_prompt = tonumber(meta[4])
+local mean_prompt = tonumber(meta[4] or 1024) or 1024 -- as register.lua starts it
 local prompt_tokens = tonumber(arg(2) or blocks * block_size)
 
 -- 2. Leases and workers. A lease is live while w:<id> exists and names it.
@@ -57,8 +57,8 @@ local function worker_of(lease)
         workers[lease] = false
         local named = redis.call('HGET', base .. 'leases', lease)
         if named then
-            local id = string.match(named, '^%S+')
-            local w = redis.call('HMGET', base .. 'w:' .. id, 'lease', 'addr', 'state', 'at')
+            local id = string.match(named, '^%S*')
+            local w = redis.pcall('HMGET', base .. 'w:' .. id, 'lease', 'addr', 'state', 'at')
             if w[1] == lease and (not replayed or replayed - tonumber(w[4]) <= LEASE_SECONDS) then
                 workers[lease] = {id = id, addr = w[2], lease = lease, state = w[3], lo = 0, hi = 1}
             end
@@ -76,7 +76,8 @@ local fields = 0
 local function claims(p)
     local at = (p - 1) * stride
     fields = fields + 1
-    return redis.call('HGET', base .. 'own:' .. string.sub(chain, at + 1, at + 4), string.sub(chain, at + 5, at + 20)) or ''
+    local list = redis.pcall('HGET', base .. 'own:' .. string.sub(chain, at + 1, at + 4), string.sub(chain, at + 5, at + 20))
+    return type(list) == 'string' and list or ''
 end
 
 -- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. A worker that holds a block holds all before it, so

@@ -17,9 +17,9 @@ local replayed = tonumber(ARGV[2] or '')
 local leases = redis.call('HGETALL', base .. 'leases')
 local workers = {}
 for i = 1, #leases, 2 do
-    local id = string.match(leases[i + 1], '^%S+')
+    local id = string.match(leases[i + 1], '^%S*')
     local key = base .. 'w:' .. id
-    local w = redis.call('HMGET', key, unpack(FIELDS))
+    local w = redis.pcall('HMGET', key, unpack(FIELDS))
     local at = replayed and tonumber(redis.call('HGET', key, 'at') or 0)
     if w[2] == leases[i] and (not at or replayed - at <= LEASE_SECONDS) then
         table.insert(w, 1, id)

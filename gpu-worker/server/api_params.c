@@ -194,7 +194,7 @@ static int parse_priority(struct parse *p, const struct kvg_json *value)
 {
     int64_t priority;
     int code = read_int(p, value, INT32_MIN, INT32_MAX, &priority);
-    if (code != KVG_OK || priority == 0)
+    if (code != KVG_OK || priority == 0 || p->context->no_priority)
         return code;
     if (!p->context->gateway)
         return unsupported(p, "only the gateway may set it");

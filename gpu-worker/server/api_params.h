@@ -24,6 +24,7 @@ enum {
 struct api_context {
     enum kvg_endpoint endpoint;
     bool gateway;             /* the gateway listener: prompt_token_ids and priority are honoured */
+    bool no_priority;         /* the gateway lets clients have none: theirs counts as 0 */
     bool priority_scheduling; /* --scheduling-policy priority */
     uint32_t n_vocab;
 };

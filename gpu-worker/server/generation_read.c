@@ -18,6 +18,7 @@ static bool read_params(struct generation *g, const struct kvg_json *body)
     struct api_context context = {
         .endpoint = g->head.endpoint,
         .gateway = g->source.gateway,
+        .no_priority = g->source.no_priority,
         .priority_scheduling = g->server->options.priority_scheduling,
         .n_vocab = kvg_tokenizer_info(kvg_prompt_model_tokenizer(g->server->prompt_model))->n_vocab,
     };

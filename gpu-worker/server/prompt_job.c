@@ -17,6 +17,7 @@ bool prompt_source_init(struct prompt_source *source, struct conn *conn)
     struct kvg_str salt = http_header(&conn->reader.request, "x-kvgate-salt");
     struct kvg_str fingerprint = http_header(&conn->reader.request, "x-kvgate-fingerprint");
     source->same_fingerprint = kvg_str_eq(fingerprint, server->fingerprint);
+    source->no_priority = kvg_str_eq(http_header(&conn->reader.request, "x-kvgate-priority"), "off");
     if (salt.len > API_MAX_SALT || (salt.len && memchr(salt.bytes, '\x1f', salt.len))) {
         conn_errorf(conn, 400, NULL, "X-Kvgate-Salt has %zu bytes, at most %d without a unit separator are allowed", salt.len,
                     API_MAX_SALT);

@@ -10,6 +10,7 @@ struct prompt_source {
     struct server *server;
     bool gateway;
     bool same_fingerprint; /* X-Kvgate-Fingerprint is this worker's own */
+    bool no_priority;      /* X-Kvgate-Priority: off. The client's priority counts as 0 */
     struct kvg_str salt;   /* the operator's; owned: prompt_source_free */
     char *salt_memory;
 };

@@ -49,12 +49,18 @@ REFUSED = {
     "model name's length": (dict(served="m" * 129), r'model name "m+" must be 1 to 128'),
     "duplicate model": (dict(http="kvgate_model smollm2 {model};"), r'duplicate model "smollm2"'),
     "block size": (dict(http="kvgate_model other {model} block_size=33;"), r'"block_size=33" must be a power of two from 16 to 512'),
+    "alias of two": (dict(http="kvgate_model other {model} alias=a alias=b; kvgate_model third {model} alias=b;"),
+                     r'alias "b" of kvgate_model "other" is already a model\'s name or alias'),
+    "alias twice": (dict(http="kvgate_model other {model} alias=a alias=a;"), r'alias "a" of kvgate_model "other" is already'),
+    "alias of another's name": (dict(http="kvgate_model other {model} alias=smollm2;"), r'alias "smollm2" of kvgate_model "other" is already'),
+    "alias of its own name": (dict(http="kvgate_model other {model} alias=other;"), r'alias "other" of kvgate_model "other" is already'),
     "model parameter": (dict(http="kvgate_model other {model} shard=2;"), r'invalid parameter "shard=2"'),
     "redis scheme": (dict(redis_url="http://x"), r"kvgate_redis: \S+"),
     "redis host": (dict(redis_url="redis://no.such.host.invalid:1"), r"host not found in kvgate_redis"),
     "redis port": (dict(redis_url="redis://127.0.0.1:99999"), r"kvgate_redis: \S+"),
     "duplicate redis": (dict(http="kvgate_redis redis://127.0.0.1;"), r'"kvgate_redis" directive is duplicate'),
     "timeout": (dict(edits=[(r"kvgate_redis_timeout 100ms", "kvgate_redis_timeout soon")]), r'"kvgate_redis_timeout" directive invalid value'),
+    "timeout of 0": (dict(edits=[(r"kvgate_redis_timeout 100ms", "kvgate_redis_timeout 0")]), r'"kvgate_redis_timeout" must be over 0'),
     "prefix": (dict(http='kvgate_redis_prefix "a{b";'), r'key prefix "a\{b" must be at most'),
     "zone": (dict(edits=[(r"kvgate_zone kvgate:1m", "kvgate_zone kvgate")]), r'kvgate_zone "kvgate" must be name:size'),
     "zone's size": (dict(edits=[(r"kvgate_zone kvgate:1m", "kvgate_zone kvgate:16k")]), r'kvgate_zone "kvgate:16k" is too small'),
@@ -193,7 +199,8 @@ def test_bypass_follows_its_variables(fleet):
 def test_other_requests_pass_untouched(fleet, method, path, headers):
     reply = requests.request(method, fleet.url + path, data=BODY, headers=headers, timeout=20)
     assert reply.status_code == 200 and "X-Kvgate-Reason" not in reply.headers
-    assert fleet.requests[-1].body == BODY and kvgate_headers(fleet.requests[-1]) == set()
+    added = {"x-kvgate-priority"} if method == "POST" else set()
+    assert fleet.requests[-1].body == BODY and kvgate_headers(fleet.requests[-1]) == added
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x"])
@@ -210,7 +217,7 @@ def test_clients_kvgate_headers_are_removed(fleet, path, data):
     assert raw_request(fleet.gateway.port, head + data)[0] == 200
     request = fleet.requests[-1]
     assert request.header("x-kept") == "yes" and request.header("x-filler-29") == "29"
-    assert kvgate_headers(request) <= {"x-kvgate-fingerprint"}
+    assert kvgate_headers(request) <= {"x-kvgate-fingerprint", "x-kvgate-priority"} and request.header("x-kvgate-priority") == "off"
     assert request.header("x-kvgate-fingerprint") in (None, fleet.fingerprint)
 
 
@@ -253,6 +260,17 @@ def test_priority_passes_only_where_it_is_on(fleet):
     fleet.reset()
     assert requests.post(fleet.url + "/v1/chat/completions", json=unparsed, timeout=20).status_code == 200
     assert fleet.requests[-1].json()["priority"] == 0
+
+
+@pytest.mark.parametrize("path, headers", [("/v1/chat/completions", {"Content-Type": "text/plain"}), ("/v1/chat/completions", {}),
+                                           ("/v1/other", JSON), ("/bypass/v1/chat/completions?bypass=1", JSON), ("/v1/chat/completions", JSON)])
+def test_no_way_of_sending_a_body_brings_a_priority_past_the_gateway(fleet, path, headers):
+    body = json.dumps(chat(priority=-5)).encode()
+    reply = requests.post(fleet.url + path, data=body, headers={"X-Kvgate-Priority": "on", **headers}, timeout=20)
+    assert reply.status_code == 200 and fleet.requests[-1].header("X-Kvgate-Priority") == "off"
+    fleet.reset()
+    assert requests.post(fleet.url + "/priority" + path, data=body, headers={"X-Kvgate-Priority": "off", **headers}, timeout=20).status_code == 200
+    assert fleet.requests[-1].header("X-Kvgate-Priority") is None
 
 
 def test_an_alias_is_the_model_under_its_own_name(fleet):

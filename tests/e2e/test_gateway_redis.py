@@ -246,3 +246,50 @@ def test_a_draining_worker_gets_no_new_request():
         for _ in range(10):
             assert fleet.post().headers["X-Kvgate-Worker"] != first.name
         assert first.requests == []
+
+
+def test_lasting_trouble_is_logged_once_and_not_each_request():
+    """A failing script, a mismatch, refused addresses: whatever each request or each second's poll meets again."""
+    with Fleet(1) as fleet:
+        def lines(pattern):
+            return sum(pattern in line for line in fleet.gateway.log().splitlines())
+
+        client, base = fleet.redis.client(), "kvgate:{smollm2}:"
+        client.delete(base + "load")
+        client.set(base + "load", "text")
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_error", 10, "the script failing")
+        for _ in range(20):
+            reply = fleet.post()
+            assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == "w1"
+        assert lines("route.lua: WRONGTYPE") == 1
+        client.delete(base + "load")
+
+        fleet.redis.cli("acl", "setuser", "default", "-evalsha", "-eval")
+        time.sleep(2.2)  # two polls
+        assert lines("workers.lua: NOPERM") == 1
+        fleet.redis.cli("acl", "setuser", "default", "+evalsha", "+eval")
+
+        client.hset(base + "meta", "block_size", "64")
+        for _ in range(10):
+            assert fleet.post().headers["X-Kvgate-Reason"] == "mismatch"
+        assert lines("workers and gateway differ") == 1
+
+
+def test_one_malformed_worker_blinds_nobody_and_stays_one_log_line():
+    with Fleet(2) as fleet:
+        bad = fleet.workers[0]
+        bad.unregister()
+        key = "kvgate:{smollm2}:w:w1"
+        client = fleet.redis.client()
+        client.persist(key)
+        for field, value in (("addr", "x" * 200), ("addr", "127.0.0.1:1\nforged line"), ("backlog", "much")):
+            client.hset(key, mapping={"addr": bad.addr, "backlog": 0, field: value})
+            time.sleep(1.2)
+            for _ in range(5):
+                reply = fleet.post()
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in ("tie", "load")
+                assert reply.headers["X-Kvgate-Worker"] == "w2" or field == "backlog"
+        assert "w2" in fleet.gateway.workers()
+        log = fleet.gateway.log().splitlines()
+        assert sum('workers.lua: the entry of worker "w1" is malformed and left out' in line for line in log) == 1
+        assert [line for line in log if line.startswith("forged")] == []

@@ -236,6 +236,16 @@ static void the_gateway_may_send_ids_and_priority(void **state)
     assert_non_null(strstr(w.err.message, "prompt_token_ids[1]"));
     kvg_arena_free(&w.arena);
 
+    gateway.no_priority = true;
+    parse(&w, gateway, "{\"priority\":-3}");
+    assert_int_equal(w.code, KVG_OK);
+    assert_int_equal(w.params.engine.priority, 0);
+    kvg_arena_free(&w.arena);
+    parse(&w, gateway, "{\"priority\":\"high\"}");
+    assert_int_equal(w.code, KVG_INVALID);
+    kvg_arena_free(&w.arena);
+    gateway.no_priority = false;
+
     gateway.priority_scheduling = false;
     parse(&w, gateway, "{\"priority\":1}");
     assert_int_equal(w.code, KVG_UNSUPPORTED);

@@ -452,6 +452,41 @@ def test_holds_lists_exactly_the_claims_in_bounded_chunks(schemas):
     assert a.lease == "1"
 
 
+# ---- what others wrote under our names -----------------------------------------------------------------------------------
+def test_foreign_values_harm_nobody_else(schemas):
+    """A lease without a worker, a worker's key of another type, a bucket of another type, a meta without its mean."""
+    chain = random_chain(4)
+    a = FakeWorker(schemas, "a").up(chain)
+    client, base = schemas.client, schemas.base
+    for lease, name in (("77", ""), ("78", " x"), ("x", "nobody"), ("79", "text n")):
+        client.hset(base + "leases", lease, name)
+    client.set(base + "w:text", "text")
+    client.zadd(base + "load", {"79": 0, "zzz": 0, "": 0})
+    client.hdel(base + "meta", "mean_prompt")
+    assert schemas.route(chain)[1][:4] == ["a", "127.0.0.1:9000", a.lease, "4"]
+    assert [w[0] for w in schemas.call("workers")] == ["a"]
+    bucket = base + "own:" + chain[1][:4]
+    client.delete(bucket)
+    client.set(bucket, "text")
+    assert schemas.route(chain)[1][0] == "a"
+    for _ in range(30):  # samples of leases and load among them
+        assert a.beat() == ["ok"]
+    assert a.publish(evicted=chain[1:2]) == ["ok"]
+    assert a.publish(stored=chain[1:2]) == ["ok"]
+    assert client.hget(bucket, chain[1][4:20]) == a.lease
+    assert schemas.call("forget", "nobody") in (0, 1)
+    assert schemas.call("owners", chain[0]) == [f"a 127.0.0.1:9000 {a.lease}"]
+
+
+def test_the_sweep_goes_on_past_a_bucket_of_another_type(schemas):
+    a = FakeWorker(schemas, "a").up()
+    schemas.client.hset(schemas.base + "meta", "sweep", 16)
+    schemas.client.set(schemas.base + "own:0011", "text")
+    assert a.beat() == ["ok"]
+    assert int(schemas.client.hget(schemas.base + "meta", "sweep")) == 16 + 64
+    assert schemas.client.exists(schemas.base + "own:0011") == 0
+
+
 def test_models_and_prefixes_are_apart(redis):
     client = redis.client()
     client.flushall()
