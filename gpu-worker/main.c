@@ -86,11 +86,31 @@ static void prepare_process(sigset_t *ending)
     }
 }
 
+/* What the flags say to the engine. */
+static struct engine_options engine_options(const struct options *options)
+{
+    return (struct engine_options){
+        .model_name = options->served_model_name,
+        .max_model_len = options->max_model_len,
+        .max_num_seqs = options->max_num_seqs,
+        .max_num_batched_tokens = options->max_num_batched_tokens,
+        .block_size = options->block_size,
+        .num_kv_blocks = options->num_kv_blocks,
+        .kv_cache_bytes = options->kv_cache_memory,
+        .disable_prefix_caching = options->disable_prefix_caching,
+        .disable_chunked_prefill = options->disable_chunked_prefill,
+        .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
+        .speculate_ngram = options->speculative_model != NULL,
+        .num_speculative_tokens = options->num_speculative_tokens,
+    };
+}
+
 static int load_model(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
     int64_t started = monotonic_ms();
     struct progress progress = {started, options->model};
+    struct engine_options engine = engine_options(options);
     struct model_options model_options = {
         .path = options->model,
         .device = options->device,
@@ -98,7 +118,7 @@ static int load_model(struct worker *worker, struct kvg_error *err)
         .threads = options->threads,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
-        .max_outputs = options->max_num_seqs,
+        .max_outputs = engine_max_outputs(&engine, options->max_num_seqs),
         .progress = on_progress,
         .context = &progress,
     };
@@ -159,22 +179,11 @@ static void log_cache(const struct worker *worker)
 static int start_engine(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
-    struct engine_options engine_options = {
-        .model_name = options->served_model_name,
-        .max_model_len = options->max_model_len,
-        .max_num_seqs = options->max_num_seqs,
-        .max_num_batched_tokens = options->max_num_batched_tokens,
-        .block_size = options->block_size,
-        .num_kv_blocks = options->num_kv_blocks,
-        .kv_cache_bytes = options->kv_cache_memory,
-        .disable_prefix_caching = options->disable_prefix_caching,
-        .disable_chunked_prefill = options->disable_chunked_prefill,
-        .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
-    };
+    struct engine_options engine = engine_options(options);
 
     if (options->gpu_memory_utilization > 0)
-        engine_options.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)available_memory());
-    if (engine_open(&worker->engine, &engine_options, worker->model, worker->prompt_model, worker->publisher, err) < 0)
+        engine.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)available_memory());
+    if (engine_open(&worker->engine, &engine, worker->model, worker->prompt_model, worker->publisher, err) < 0)
         return -1;
     log_cache(worker);
     return 0;

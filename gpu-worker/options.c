@@ -5,7 +5,9 @@
 #include <string.h>
 #include <unistd.h>
 #include "gpu-worker/server/listen.h"
+#include "libprompt/json.h"
 
+enum { MOST_SPECULATIVE = 16 };
 enum kind { TEXT, CHOICE, COUNT, BYTES, SHARE, ON, OFF, NAMES };
 
 struct flag {
@@ -52,6 +54,16 @@ static const struct flag flags[] = {
     {"no-enable-chunked-prefill", ON, AT(disable_chunked_prefill), NULL, "compute each prompt in one step as far as it fits"},
     {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
      "order of waiting requests; priority: lower numbers first; default fcfs"},
+    {"speculative-model", CHOICE, AT(speculative_model), "ngram",
+     "draft several tokens and verify them in one step, which changes no output; ngram: what followed the last tokens when they "
+     "stood in the context before; default: none"},
+    {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
+     "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
+     MOST_SPECULATIVE},
+    {"speculative-config", TEXT, AT(speculative_config), "JSON",
+     "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5}"},
+    {"spec-accept", CHOICE, AT(spec_accept), "coupled",
+     "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts; default coupled"},
     {"device", CHOICE, AT(device), "auto|cpu|cuda",
      "auto takes a CUDA device where this build and machine have one; default auto"},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
@@ -210,6 +222,64 @@ static int check_advertise(const char *address, struct kvg_error *err)
     return KVG_OK;
 }
 
+/* One member of --speculative-config. */
+static int read_speculative_member(struct options *options, const struct kvg_json *member, struct kvg_error *err)
+{
+    int64_t n;
+
+    if (kvg_str_eq(member->key, "method") || kvg_str_eq(member->key, "model")) {
+        if (member->type != KVG_JSON_STRING || !(kvg_str_eq(member->str, "ngram") || kvg_str_eq(member->str, "[ngram]")))
+            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" must be \"ngram\"", (int)member->key.len,
+                            member->key.bytes);
+        options->speculative_model = "ngram";
+        return KVG_OK;
+    }
+    if (!kvg_str_eq(member->key, "num_speculative_tokens"))
+        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" is not supported",
+                        (int)(member->key.len < 64 ? member->key.len : 64), member->key.bytes);
+    if (!kvg_json_int(member, &n) || n < 1 || n > MOST_SPECULATIVE)
+        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"num_speculative_tokens\" must be a whole number from 1 to %d",
+                        MOST_SPECULATIVE);
+    options->num_speculative_tokens = (uint32_t)n;
+    return KVG_OK;
+}
+
+static int read_speculative_config(struct options *options, struct kvg_error *err)
+{
+    struct kvg_json_limits limits = {.depth = 8, .values = 64};
+    struct kvg_arena arena;
+    struct kvg_json *config;
+    struct kvg_error cause = {0};
+    int code = KVG_OK;
+
+    kvg_arena_init(&arena, 1 << 16);
+    if (kvg_json_parse(&arena, options->speculative_config, strlen(options->speculative_config), &limits, &config, &cause) < 0)
+        code = kvg_fail(err, KVG_INVALID, "--speculative-config: %s", cause.message);
+    else if (config->type != KVG_JSON_OBJECT)
+        code = kvg_fail(err, KVG_INVALID, "--speculative-config must be a JSON object");
+    for (uint32_t i = 0; code == KVG_OK && i < config->n; i++)
+        code = read_speculative_member(options, &config->items[i], err);
+    kvg_arena_free(&arena);
+    return code;
+}
+
+static int check_speculation(struct options *options, struct kvg_error *err)
+{
+    if (options->speculative_config) {
+        if (options->speculative_model || options->num_speculative_tokens)
+            return kvg_fail(err, KVG_INVALID,
+                            "give --speculative-config, or --speculative-model and --num-speculative-tokens, not both");
+        if (read_speculative_config(options, err) < 0)
+            return KVG_INVALID;
+    }
+    if (options->num_speculative_tokens && !options->speculative_model)
+        return kvg_fail(err, KVG_INVALID, "%s without %s drafts nothing",
+                        options->speculative_config ? "--speculative-config: \"num_speculative_tokens\""
+                                                    : "--num-speculative-tokens",
+                        options->speculative_config ? "\"method\"" : "--speculative-model");
+    return KVG_OK;
+}
+
 static int check(struct options *options, struct kvg_error *err)
 {
     if (!options->model)
@@ -234,6 +304,8 @@ static int check(struct options *options, struct kvg_error *err)
                         options->max_num_batched_tokens, options->max_num_seqs);
     if (!!options->kv_cache_memory + !!options->num_kv_blocks + (options->gpu_memory_utilization > 0) > 1)
         return kvg_fail(err, KVG_INVALID, "give one of --kv-cache-memory, --num-kv-blocks and --gpu-memory-utilization");
+    if (check_speculation(options, err) < 0)
+        return KVG_INVALID;
     return options->redis ? check_advertise(options->advertise, err) : KVG_OK;
 }
 
@@ -286,6 +358,7 @@ int options_parse(struct options *options, int argc, char **argv, struct kvg_err
         .max_num_batched_tokens = 2048,
         .max_waiting = 1024,
         .scheduling_policy = "fcfs",
+        .spec_accept = "coupled",
         .device = "auto",
         .cpu_isa = "auto",
         .redis_prefix = "kvgate:",

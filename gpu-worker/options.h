@@ -22,6 +22,9 @@ struct options {
     double gpu_memory_utilization; /* 0 = not given */
     bool disable_prefix_caching, disable_chunked_prefill;
     const char *scheduling_policy; /* "fcfs", "priority" */
+    const char *speculative_model; /* "ngram", or NULL: no drafts */
+    const char *speculative_config, *spec_accept;
+    uint32_t num_speculative_tokens;
     const char *device, *cpu_isa;
     uint32_t threads; /* 0 = all cores */
     const char *redis, *redis_prefix, *worker_id;

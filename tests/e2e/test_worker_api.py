@@ -493,18 +493,39 @@ def test_flags_are_checked(build, models):
     program, model = os.path.join(build, "kvgate-worker"), os.path.join(models, "SmolLM2-135M-Instruct.Q4_1.gguf")
     help_text = run_flags(program, "--help")
     assert help_text.returncode == 0
-    for flag in ("--max-num-seqs", "--kv-cache-memory", "--gateway-listen", "--scheduling-policy", "--cpu-isa", "--no-enable-prefix-caching"):
+    for flag in ("--max-num-seqs", "--kv-cache-memory", "--gateway-listen", "--scheduling-policy", "--cpu-isa", "--no-enable-prefix-caching",
+                 "--speculative-model", "--spec-accept"):
         assert flag in help_text.stdout
     assert run_flags(program, "--version").stdout.startswith("kvgate-worker ")
     for flags in ([], ["--nonsense"], ["--model"], ["--model", model, "--port", "70000"], ["--model", model, "--block-size", "33"],
                   ["--model", model, "--kv-cache-memory", "lots"], ["--model", model, "--device", "tpu"], ["--model", model, "stray"],
                   ["--model", model, "--redis", "redis://127.0.0.1"], ["--model", model, "--served-model-name", "a b"],
-                  ["--model", model, "--max-num-seqs=0"]):
+                  ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", "eagle"],
+                  ["--model", model, "--num-speculative-tokens", "5"], ["--model", model, "--spec-accept", "rejection"],
+                  ["--model", model, "--speculative-config", "{"], ["--model", model, "--speculative-config", "[]"],
+                  ["--model", model, "--speculative-config", '{"method": "medusa"}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "draft_tensor_parallel_size": 2}'],
+                  ["--model", model, "--speculative-config", '{"num_speculative_tokens": 5}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 17}'],
+                  ["--model", model, "--speculative-model", "ngram", "--speculative-config", '{"method": "ngram"}']):
         done = run_flags(program, *flags)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (flags, done)
     for flags in (["--model", "/nonexistent"], ["--model", model, "--device", "cuda"]):
         done = run_flags(program, *flags)
         assert done.returncode not in (0, 2) and "error" in done.stderr.splitlines()[-1], (flags, done)
+
+
+def test_speculation_changes_no_answer_and_is_counted():
+    ask = {"model": "smollm2", "prompt": STORY + STORY, "max_tokens": 60, "temperature": 0.3, "seed": 5, "logprobs": 2}
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    with Worker("--max-model-len", 2048, gateway=False) as plain, \
+            Worker("--max-model-len", 2048, "--speculative-config", config, gateway=False) as drafting:
+        answers = [requests.post(w.url + "/v1/completions", json=ask, timeout=120).json() for w in (plain, drafting)]
+        assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"] == answers[1]["usage"]
+        counts = [dict(re.findall(r"^kvgate_spec_decode_(\w+)\{[^}]*\} (\S+)$", requests.get(w.url + "/metrics", timeout=10).text, re.M))
+                  for w in (plain, drafting)]
+        assert float(counts[0]["num_draft_tokens_total"]) == 0 < float(counts[1]["num_draft_tokens_total"])
+        assert float(counts[1]["num_accepted_tokens_total"]) <= float(counts[1]["num_draft_tokens_total"])
 
 
 def test_a_drain_finishes_streams_and_exits_0():

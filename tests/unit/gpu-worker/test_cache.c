@@ -296,6 +296,31 @@ static void a_grow_that_cannot_be_served_changes_nothing(void **state)
     cache_close(world.cache);
 }
 
+static void a_trim_gives_back_what_lies_behind(void **state)
+{
+    struct cache_counts before, after;
+    struct world world;
+    struct sequence seq;
+
+    open_world(&world, 6, false);
+    begin(&seq, 0, "012345");
+    assert_int_equal(compute(&world, &seq, 2 * SIZE), 0);
+    cache_counts(world.cache, &before);
+    assert_int_equal(cache_grow(world.cache, &seq.held, 5 * SIZE), 0);
+    cache_trim(world.cache, &seq.held, 2 * SIZE + 1);
+    cache_counts(world.cache, &after);
+    assert_int_equal(after.used, before.used + 1);
+    assert_int_equal(seq.held.n_blocks, 3);
+    check(&world);
+    cache_trim(world.cache, &seq.held, 2 * SIZE);
+    cache_trim(world.cache, &seq.held, 3 * SIZE); /* it holds no more than that */
+    cache_counts(world.cache, &after);
+    assert_int_equal(after.used, before.used);
+    cache_release(world.cache, &seq.held);
+    check(&world);
+    cache_close(world.cache);
+}
+
 static void without_prefix_caching_nothing_is_found_or_told(void **state)
 {
     struct world world;
@@ -642,6 +667,7 @@ int main(void)
         cmocka_unit_test(an_evicted_prefix_is_gone_before_its_block_is_used_again),
         cmocka_unit_test(eviction_takes_the_least_recently_used_first),
         cmocka_unit_test(a_grow_that_cannot_be_served_changes_nothing),
+        cmocka_unit_test(a_trim_gives_back_what_lies_behind),
         cmocka_unit_test(without_prefix_caching_nothing_is_found_or_told),
         cmocka_unit_test(equal_hashes_of_different_ids_are_told_apart),
         cmocka_unit_test(a_failed_allocation_is_reported_and_leaks_nothing),

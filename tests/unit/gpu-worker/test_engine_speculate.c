@@ -213,6 +213,48 @@ static void a_single_draft_is_verified(void **state)
     close_world(&w);
 }
 
+/* Before each event the blocks in use, as the step before left them, are those of the ids so far. */
+struct watch {
+    struct engine_metrics *metrics;
+    uint32_t n_events, too_many;
+    _Atomic bool ended;
+};
+
+static void watch_blocks(void *context, const struct engine_event *event)
+{
+    struct watch *watch = context;
+    uint32_t n_ids = event->prompt_tokens + event->completion_tokens - 1;
+
+    watch->n_events++;
+    watch->too_many += event->completion_tokens > 1 && watch->metrics->blocks_used > (n_ids + 15) / 16;
+    watch->ended = event->last_choice;
+}
+
+static void rejected_drafts_hold_no_block(void **state)
+{
+    struct kvg_error err;
+    struct world w;
+
+    make_prompts(true);
+    open_world(&w, ring,
+               (struct engine_options){.num_kv_blocks = 100, .block_size = 16, .speculate_ngram = true, .fixed_drafts = 8});
+    for (uint32_t i = 0; i < 4; i++) {
+        struct watch watch = {.metrics = engine_metrics(w.engine)};
+        struct engine_params params = default_params(100);
+        uint64_t id;
+        params.temperature = 1;
+        params.seed = i;
+        struct engine_submit submit = {.ids = ids[i], .n_ids = 40 + i, .params = params, .sink = watch_blocks, .context = &watch};
+        assert_int_equal(engine_submit(w.engine, &submit, &id, &err), 0);
+        check_engine(&w); /* waits for it */
+        assert_true(watch.ended);
+        assert_int_equal(watch.n_events, 100);
+        assert_int_equal(watch.too_many, 0);
+    }
+    expect_drafts(&w);
+    close_world(&w);
+}
+
 /* ---- ends inside an accepted run ------------------------------------------------------------------------------------------- */
 
 /* A fixed order a b c d e f g h a …, which the prompt shows once; its `e` may be the model's end token. */
@@ -438,10 +480,15 @@ static int tear_down(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(drafts_change_no_bit),           cmocka_unit_test(a_single_draft_is_verified),
-        cmocka_unit_test(the_end_token_in_a_run_ends_it), cmocka_unit_test(nothing_behind_the_end_is_cached),
-        cmocka_unit_test(a_stop_string_in_a_run_ends_it), cmocka_unit_test(no_more_than_max_tokens),
-        cmocka_unit_test(draws_follow_the_distribution),  cmocka_unit_test(smollm2),
+        cmocka_unit_test(drafts_change_no_bit),
+        cmocka_unit_test(a_single_draft_is_verified),
+        cmocka_unit_test(rejected_drafts_hold_no_block),
+        cmocka_unit_test(the_end_token_in_a_run_ends_it),
+        cmocka_unit_test(nothing_behind_the_end_is_cached),
+        cmocka_unit_test(a_stop_string_in_a_run_ends_it),
+        cmocka_unit_test(no_more_than_max_tokens),
+        cmocka_unit_test(draws_follow_the_distribution),
+        cmocka_unit_test(smollm2),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

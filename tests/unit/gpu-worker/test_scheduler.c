@@ -72,7 +72,7 @@ static void step(double now)
     sched_plan(&w.sched, &w.plan, now);
     for (uint32_t i = 0; i < w.plan.n; i++) {
         struct sequence *seq = w.entries[i].seq;
-        seq->n_computed += w.entries[i].n_rows;
+        seq->n_computed += w.entries[i].n_rows - w.entries[i].n_drafts; /* no draft is accepted */
         cache_store(w.cache, &seq->held, seq->ids, seq->n_computed);
         seq->n_ids += w.entries[i].samples;
     }
@@ -134,6 +134,42 @@ static void the_youngest_is_preempted_and_the_oldest_advances(void **state)
     close_world();
 }
 
+static void drafts_take_blocks_from_nobody(void **state)
+{
+    open_world(5, (struct scheduler_options){.fixed_chunk = 100});
+    struct sequence *old = add(0, 30, 0, 0), *young = add(1, 30, 0, 1);
+
+    step(0); /* 31 ids each, on two blocks each; one is free */
+    old->n_drafts = 9;
+    young->n_drafts = 9;
+    step(1);
+    assert_int_equal(w.plan.n_drafts, 9 + 1); /* the free block's, and what the young one's last block still holds */
+    assert_int_equal(w.entries[0].n_drafts, 9);
+    assert_int_equal(w.entries[0].n_rows, 10);
+    assert_int_equal(w.entries[1].n_drafts, 1);
+    assert_int_equal(w.sched.n_preemptions, 0);
+    close_world();
+}
+
+static void drafts_leave_half_of_the_rows_to_prompts(void **state)
+{
+    open_world(200, (struct scheduler_options){.fixed_chunk = 1000});
+    struct sequence *seqs[3];
+
+    for (int i = 0; i < 3; i++)
+        seqs[i] = add(i, 30, 0, 0);
+    step(0);
+    add(3, 500, 0, 1);
+    for (int i = 0; i < 3; i++)
+        seqs[i]->n_drafts = 40;
+    step(1);
+    assert_int_equal(w.plan.n_drafts, (128 - 3) / 2);
+    assert_int_equal(w.plan.n_rows, 128);
+    assert_int_equal(w.entries[3].n_rows, 128 - 3 - (128 - 3) / 2);
+    assert_int_equal(w.entries[3].n_drafts, 0);
+    close_world();
+}
+
 static void a_level_of_priority_counts_as_ten_seconds_of_waiting(void **state)
 {
     open_world(200, (struct scheduler_options){.fixed_chunk = 16, .priority_scheduling = true});
@@ -170,6 +206,8 @@ int main(void)
         cmocka_unit_test(decode_rows_go_before_prompt_rows),
         cmocka_unit_test(a_step_never_holds_more_rows_than_it_may),
         cmocka_unit_test(the_youngest_is_preempted_and_the_oldest_advances),
+        cmocka_unit_test(drafts_take_blocks_from_nobody),
+        cmocka_unit_test(drafts_leave_half_of_the_rows_to_prompts),
         cmocka_unit_test(a_level_of_priority_counts_as_ten_seconds_of_waiting),
         cmocka_unit_test(backlog_counts_prompt_tokens_and_sixteen_a_decode),
     };

@@ -1,0 +1,189 @@
+/* How many drafts a sequence gets, on invented sequences, acceptance and step times: no model, no clock. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+#include "gpu-worker/engine/speculate.h"
+#include "gpu-worker/engine/step_cost.h"
+
+enum { MOST = 16, LONGEST = 8192 };
+
+static struct engine_metrics metrics;
+static struct request request;
+static struct sequence seqs[MOST], *running[MOST];
+static uint32_t ids[MOST][LONGEST];
+static struct speculate *spec;
+static uint64_t n_steps, n_drafts, n_tokens;
+static double seconds;
+
+/* Sequences whose ids go round, so that there is always a match. */
+static void open_world(uint32_t n, struct speculate_options options)
+{
+    struct kvg_error err;
+
+    engine_metrics_init(&metrics);
+    options.n_slots = MOST;
+    options.most_drafts = 128;
+    options.metrics = &metrics;
+    assert_int_equal(speculate_open(&spec, &options, &err), 0);
+    for (uint32_t i = 0; i < n; i++) {
+        for (uint32_t k = 0; k < LONGEST; k++)
+            ids[i][k] = k % 16;
+        seqs[i] = (struct sequence){.request = &request,
+                                    .number = i,
+                                    .slot = i,
+                                    .ids = ids[i],
+                                    .n_prompt = 64,
+                                    .n_ids = 64,
+                                    .n_computed = 63,
+                                    .limit = LONGEST};
+        running[i] = &seqs[i];
+    }
+    n_steps = n_drafts = n_tokens = 0;
+    seconds = 0;
+}
+
+/* One step in which a draft is accepted with the given chance, and r rows take fixed + price * r. */
+static void step(uint32_t n, double chance, double fixed, double price)
+{
+    struct step_plan plan = {.n_decodes = n};
+
+    speculate_propose(spec, running, n);
+    for (uint32_t i = 0; i < n; i++)
+        plan.n_drafts += seqs[i].n_drafts;
+    plan.n_rows = plan.n_decodes + plan.n_drafts;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t accepted = 0, proposed = seqs[i].n_drafts;
+        while (accepted < proposed && rand() < chance * RAND_MAX)
+            accepted++;
+        seqs[i].n_ids += accepted + 1;
+        seqs[i].n_computed = seqs[i].n_ids - 1;
+        n_tokens += accepted + 1;
+        if (proposed)
+            speculate_verified(spec, &seqs[i], proposed, accepted, false);
+    }
+    speculate_timed(spec, &plan, fixed + price * plan.n_rows);
+    n_steps++;
+    n_drafts += plan.n_drafts;
+    seconds += fixed + price * plan.n_rows;
+}
+
+static void steps(uint32_t n_seqs, uint32_t n, double chance, double fixed, double price)
+{
+    n_steps = n_drafts = n_tokens = 0;
+    seconds = 0;
+    while (n_steps < n)
+        step(n_seqs, chance, fixed, price);
+}
+
+static void the_limit_follows_the_acceptance(void **state)
+{
+    open_world(1, (struct speculate_options){0});
+    step(1, 1, 1, 0); /* measures a plain step */
+    step(1, 1, 1, 0);
+    assert_int_equal(metrics.spec_limit, 5);
+    steps(1, 40, 1, 1, 0);
+    assert_int_equal(metrics.spec_limit, 10);
+    assert_int_equal(seqs[0].n_drafts, 10);
+    steps(1, 200, 0.05, 1, 0);
+    assert_int_equal(metrics.spec_limit, 2);
+    steps(1, 300, 1, 1, 0);
+    assert_int_equal(metrics.spec_limit, 10);
+    speculate_close(spec);
+}
+
+static void a_start_beyond_the_range_widens_it(void **state)
+{
+    open_world(1, (struct speculate_options){.start = 14});
+    steps(1, 100, 1, 1, 0);
+    assert_int_equal(metrics.spec_limit, 14);
+    speculate_close(spec);
+    open_world(1, (struct speculate_options){.start = 1});
+    steps(1, 100, 0.05, 1, 0);
+    assert_int_equal(metrics.spec_limit, 1);
+    speculate_close(spec);
+}
+
+static void drafts_that_do_not_pay_are_rare(void **state)
+{
+    open_world(1, (struct speculate_options){0});
+    steps(1, 100, 0.1, 0.2, 0.8);
+    steps(1, 2000, 0.1, 0.2, 0.8);
+    assert_true(n_drafts < 2000 / 100);
+    assert_true((double)n_tokens / seconds > 0.985);
+    steps(1, 1000, 1, 1, 0.01); /* both change: found again */
+    assert_true(n_drafts > 5000);
+    speculate_close(spec);
+}
+
+/* Rows are dear when many sequences share a step: the same acceptance that pays alone does not pay there. */
+static void a_large_batch_drafts_less(void **state)
+{
+    open_world(MOST, (struct speculate_options){0});
+    steps(1, 300, 0.5, 1, 0.1);
+    double alone = (double)n_drafts / (double)n_steps;
+    assert_true(alone > 0.9);
+    assert_true((double)n_tokens / seconds * 1.1 > 1.3);
+    steps(MOST, 300, 0.5, 0, 1); /* a row costs all that it gives */
+    assert_true((double)n_drafts / (double)n_steps / MOST < 0.1);
+    speculate_close(spec);
+}
+
+static void never_behind_the_limit_of_the_answer(void **state)
+{
+    open_world(1, (struct speculate_options){.fixed = 8});
+    for (uint32_t left = 1; left < 12; left++) {
+        seqs[0].limit = seqs[0].n_ids + left;
+        speculate_propose(spec, running, 1);
+        assert_int_equal(seqs[0].n_drafts, left - 1 < 8 ? left - 1 : 8);
+    }
+    speculate_close(spec);
+}
+
+static void a_slot_forgets_its_last_sequence(void **state)
+{
+    open_world(2, (struct speculate_options){.fixed = 4});
+    speculate_propose(spec, running, 1);
+    assert_int_equal(seqs[0].n_drafts, 4);
+    for (uint32_t k = 0; k < 64; k++)
+        ids[1][k] = 100 + k;
+    seqs[1].slot = 0;
+    speculate_propose(spec, running + 1, 1);
+    assert_int_equal(seqs[1].n_drafts, 0);
+    speculate_close(spec);
+}
+
+static void costs_between_measured_ones_are_interpolated(void **state)
+{
+    static struct step_cost cost;
+
+    assert_true(step_cost_of(&cost, 2) > step_cost_of(&cost, 1));
+    step_cost_add(&cost, 2, 1);
+    step_cost_add(&cost, 6, 3);
+    assert_float_equal(step_cost_of(&cost, 2), 1, 1e-9);
+    assert_float_equal(step_cost_of(&cost, 4), 2, 1e-9);
+    assert_true(step_cost_of(&cost, 1) < 1);
+    assert_true(step_cost_of(&cost, 20) > 3);
+    for (int i = 0; i < 5000; i++)
+        step_cost_add(&cost, 1, 1);
+    assert_false(step_cost_fresh(&cost, 6, 1000));
+    assert_true(step_cost_of(&cost, 6) < 2); /* long ago: no longer believed */
+    step_cost_add(&cost, 1, 1000);
+    assert_true(step_cost_of(&cost, 1) < 1.5); /* an interruption */
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_limit_follows_the_acceptance),
+        cmocka_unit_test(a_start_beyond_the_range_widens_it),
+        cmocka_unit_test(drafts_that_do_not_pay_are_rare),
+        cmocka_unit_test(a_large_batch_drafts_less),
+        cmocka_unit_test(never_behind_the_limit_of_the_answer),
+        cmocka_unit_test(a_slot_forgets_its_last_sequence),
+        cmocka_unit_test(costs_between_measured_ones_are_interpolated),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
