@@ -51,11 +51,18 @@ struct progress {
     const char *path;
 };
 
-/* A line a second while the file loads. */
+/* A line a second while the file loads; a signal ends the process there, where nothing is served yet. */
 static void on_progress(double share, void *context)
 {
     struct progress *progress = context;
     int64_t now = monotonic_ms();
+    sigset_t pending;
+
+    sigpending(&pending);
+    if (sigismember(&pending, SIGTERM) || sigismember(&pending, SIGINT) || sigismember(&pending, SIGHUP)) {
+        log_info("told to end while loading: exiting");
+        _exit(EXIT_FORCED);
+    }
     if (now - progress->last_ms < 1000)
         return;
     progress->last_ms = now;
@@ -79,6 +86,7 @@ static void prepare_process(sigset_t *ending)
     sigemptyset(ending);
     sigaddset(ending, SIGTERM);
     sigaddset(ending, SIGINT);
+    sigaddset(ending, SIGHUP); /* the terminal is gone; under nohup it stays ignored */
     pthread_sigmask(SIG_BLOCK, ending, NULL);
     if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
         files.rlim_cur = files.rlim_max;
@@ -284,7 +292,9 @@ int main(int argc, char **argv)
     if (atomic_load(&superseded))
         log_error("another process runs under the worker id \"%s\": draining, then exiting", worker.options.worker_id);
     else
-        log_info("%s: draining; once more exits at once", signal_number == SIGINT ? "SIGINT" : "SIGTERM");
+        log_info("%s: draining; once more exits at once", signal_number == SIGINT   ? "SIGINT"
+                                                          : signal_number == SIGHUP ? "SIGHUP"
+                                                                                    : "SIGTERM");
     drain(&worker, &ending);
     stop(&worker);
     log_info("exiting");

@@ -34,7 +34,7 @@ static const struct flag flags[] = {
     {"advertise", TEXT, AT(advertise), "ADDRESS",
      "how the gateway reaches --gateway-listen: numeric IP:port or unix:/path; default: the same"},
     {"max-model-len", COUNT, AT(max_model_len), "TOKENS",
-     "longest prompt and answer together; default: the model's context length", 1, 1 << 26},
+     "longest prompt and answer together; default: the model's context length", 2, 1 << 26},
     {"max-num-seqs", COUNT, AT(max_num_seqs), "N", "most requests in one step; default 64", 1, 65536},
     {"max-num-batched-tokens", COUNT, AT(max_num_batched_tokens), "TOKENS", "most tokens computed in one step; default 2048", 1,
      1 << 20},

@@ -92,8 +92,8 @@ static int read_number(struct parse *p, const struct kvg_json *value)
 static int read_int(struct parse *p, const struct kvg_json *value, int64_t low, int64_t high, int64_t *out)
 {
     char what[96];
-    if (high == INT64_MAX)
-        snprintf(what, sizeof what, "an integer of at least %lld", (long long)low);
+    if (high == INT64_MAX && low > INT64_MIN)
+        snprintf(what, sizeof what, "an integer of at least %lld and below 2^63", (long long)low);
     else
         snprintf(what, sizeof what, "an integer from %lld to %lld", (long long)low, (long long)high);
     if (!kvg_json_int(value, out) || *out < low || *out > high)

@@ -72,6 +72,25 @@ static int on_header_value(http_parser *parser, const char *at, size_t len)
     return add_head(reader, at, len);
 }
 
+/* Whether every header of that name, if there is one, has this one value. */
+static bool is_only(const struct http_request *request, const char *name, const char *value)
+{
+    size_t name_len = strlen(name), len = strlen(value);
+
+    for (uint32_t i = 0; i < request->n_headers; i++) {
+        const struct http_header *header = &request->headers[i];
+        const char *at = request->head.bytes + header->value;
+        size_t n = header->value_len;
+        if (header->name_len != name_len || strncasecmp(request->head.bytes + header->name, name, name_len) != 0)
+            continue;
+        while (n && (at[n - 1] == ' ' || at[n - 1] == '\t'))
+            n--;
+        if (n != len || strncasecmp(at, value, len) != 0)
+            return false;
+    }
+    return true;
+}
+
 static int on_headers_complete(http_parser *parser)
 {
     struct http_reader *reader = owner(parser);
@@ -83,6 +102,10 @@ static int on_headers_complete(http_parser *parser)
     request->keep_alive = http_should_keep_alive(parser);
     if (parser->http_major > 1)
         return refuse(reader, 505, "only HTTP/1.0 and HTTP/1.1 are spoken here");
+    if (!is_only(request, "transfer-encoding", "chunked"))
+        return refuse(reader, 501, "the only transfer encoding that is understood is chunked");
+    if (!is_only(request, "content-encoding", "identity"))
+        return refuse(reader, 415, "a compressed request body is not understood: send it without Content-Encoding");
     struct kvg_str expect = http_header(request, "expect");
     request->expect_continue = !request->http10 && expect.len == 12 && strncasecmp(expect.bytes, "100-continue", 12) == 0;
     if (expect.bytes && !request->expect_continue && !request->http10)

@@ -105,6 +105,10 @@ static const struct refusal {
     {"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3ea\r\n", 0}, /* 1,002 bytes announced, none sent yet */
     {"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400},
     {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nTransfer-Encoding: Chunked \r\n\r\n1\r\na\r\n", 0},
+    {"POST / HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", 415},
     {"POST / HTTP/1.1\r\nExpect: 200-ok\r\nContent-Length: 1\r\n\r\n", 417},
     {"GET / HTTP/2.0\r\n\r\n", 505},
     {"BREW / HTTP/1.1\r\n\r\n", 400},
