@@ -80,6 +80,7 @@ typedef struct ngx_http_kvgate_pool_s  ngx_http_kvgate_pool_t;
 struct ngx_http_kvgate_pool_s {
     ngx_http_kvgate_pool_t        *next;
     char                           name[KVG_NAME_MAX + 1];
+    ngx_atomic_t                   users;       /* nginx workers whose configuration has the model */
     time_t                         polled;      /* when workers[] was last written; 0: never */
     ngx_uint_t                     n;
     ngx_atomic_t                   requests;
@@ -239,6 +240,8 @@ void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
 
 /* shared.c */
 ngx_int_t ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old);
+/* An nginx worker starts (1) or stops (-1) to use the pools of its configuration. */
+void ngx_http_kvgate_pools_use(ngx_http_kvgate_main_conf_t *conf, ngx_int_t step);
 void ngx_http_kvgate_count(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_reason_e reason);
 /* Replaces what is known of a pool's workers; marks of leases that have not beaten since stay. */
 void ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool,

@@ -333,14 +333,25 @@ ngx_http_kvgate_init_process(ngx_cycle_t *cycle)
 
     mcf = ngx_http_kvgate_process_conf(cycle);
 
-    return mcf ? ngx_http_kvgate_redis_init(cycle, mcf) : NGX_OK;
+    if (mcf == NULL) {
+        return NGX_OK;
+    }
+
+    ngx_http_kvgate_pools_use(mcf, 1);
+
+    return ngx_http_kvgate_redis_init(cycle, mcf);
 }
 
 
 static void
 ngx_http_kvgate_exit_process(ngx_cycle_t *cycle)
 {
-    if (ngx_http_kvgate_process_conf(cycle)) {
+    ngx_http_kvgate_main_conf_t  *mcf;
+
+    mcf = ngx_http_kvgate_process_conf(cycle);
+
+    if (mcf) {
         ngx_http_kvgate_redis_exit();
+        ngx_http_kvgate_pools_use(mcf, -1);
     }
 }

@@ -17,8 +17,63 @@ ngx_http_kvgate_pool_find(ngx_http_kvgate_shared_t *shared, const char *name)
 }
 
 
-/* Called at start and at each reload; then the memory is the old cycle's, and models may have come. The pool of a model that has
- * gone stays: old nginx workers use it until they quit. */
+static ngx_uint_t
+ngx_http_kvgate_pool_wanted(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool)
+{
+    ngx_uint_t                i;
+    ngx_http_kvgate_model_t  *model;
+
+    model = conf->models.elts;
+
+    for (i = 0; i < conf->models.nelts; i++) {
+        if (ngx_strcmp(pool->name, model[i].name) == 0) {
+            return 1;
+        }
+    }
+
+    return 0;
+}
+
+
+/* Frees the pools of models that are gone, but for those that nginx workers of an older configuration still use. A worker that
+ * was killed never says that it ended, so what it used stays. */
+static void
+ngx_http_kvgate_pools_sweep(ngx_http_kvgate_main_conf_t *conf)
+{
+    ngx_http_kvgate_pool_t  *pool, **link;
+
+    link = &conf->shared->pools;
+
+    while (*link) {
+        pool = *link;
+
+        if (pool->users || ngx_http_kvgate_pool_wanted(conf, pool)) {
+            link = &pool->next;
+            continue;
+        }
+
+        *link = pool->next;
+        ngx_slab_free(conf->shpool, pool);
+    }
+}
+
+
+void
+ngx_http_kvgate_pools_use(ngx_http_kvgate_main_conf_t *conf, ngx_int_t step)
+{
+    ngx_uint_t                i;
+    ngx_http_kvgate_model_t  *model;
+
+    model = conf->models.elts;
+
+    for (i = 0; i < conf->models.nelts; i++) {
+        (void) ngx_atomic_fetch_add(&model[i].pool->users, step);
+    }
+}
+
+
+/* Called at start and at each reload, by the master, which alone walks the list; then the memory is the old cycle's, and models may
+ * have come and gone. */
 ngx_int_t
 ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old)
 {
@@ -42,6 +97,7 @@ ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old)
     }
 
     conf->shared = shpool->data;
+    ngx_http_kvgate_pools_sweep(conf);
     model = conf->models.elts;
 
     for (i = 0; i < conf->models.nelts; i++) {
@@ -54,10 +110,7 @@ ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old)
             }
 
             ngx_cpystrn((u_char *) pool->name, (u_char *) model[i].name, sizeof(pool->name));
-
-            /* Readers walk the list without the mutex. */
             pool->next = conf->shared->pools;
-            ngx_memory_barrier();
             conf->shared->pools = pool;
         }
 

@@ -1,14 +1,16 @@
 """nginx -s reload and graceful quit: no alert, no cut stream, no leaked connection."""
 import os
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
 import requests
 
+from conftest import BUILD
 from gateway import Fleet, chat
-from stack import wait_until
+from stack import SMOLLM2, wait_until
 
 
 @pytest.fixture
@@ -127,3 +129,43 @@ def test_a_killed_nginx_worker_is_replaced_and_routes_again(fleet):
     wait_until(lambda: connections(fleet) == sorted(fleet.gateway.children()), 10, "connected")
     for _ in range(10):
         assert fleet.post().headers["X-Kvgate-Reason"] == "tie"
+
+
+def test_models_that_come_and_go_do_not_fill_the_zone():
+    with Fleet(1, edits=[(r"kvgate_zone kvgate:1m", "kvgate_zone kvgate:512k")]) as fleet:
+        text = open(fleet.gateway.conf, encoding="utf-8").read()
+        for i in range(8):  # the zone has room for three or four
+            with open(fleet.gateway.conf, "w", encoding="utf-8") as file:
+                file.write(text.replace("kvgate_model smollm2", f"kvgate_model version-{i}"))
+            old = set(fleet.gateway.children())
+            fleet.gateway.reload()
+            wait_until(lambda: len(fleet.gateway.children()) == 1 and not old & set(fleet.gateway.children()), 15, f"reload {i}")
+            assert fleet.post(model=f"version-{i}").status_code == 200
+
+
+def test_a_zone_of_another_size_and_a_model_that_goes_and_comes_back():
+    with Fleet(1) as fleet:
+        text = open(fleet.gateway.conf, encoding="utf-8").read()
+        for changed in (text.replace("kvgate:1m", "kvgate:2m"), text.replace("kvgate on;", "").replace("kvgate_model smollm2", "#"), text):
+            with open(fleet.gateway.conf, "w", encoding="utf-8") as file:
+                file.write(changed)
+            old = set(fleet.gateway.children())
+            fleet.gateway.reload()
+            wait_until(lambda: len(fleet.gateway.children()) == 1 and not old & set(fleet.gateway.children()), 15, "reloaded")
+            assert fleet.post().status_code == 200
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "load", 10, "routed again")
+
+
+def test_a_model_file_cut_short_under_nginx_harms_nothing(tmp_path):
+    """An operator copies over the file in place: what runs goes on, a reload is refused with the reason."""
+    model = str(tmp_path / "model.gguf")
+    subprocess.run([os.path.join(BUILD, "kvgate-prompt"), "cut", SMOLLM2, model], check=True)
+    with Fleet(1, model=model) as fleet:
+        before = fleet.gateway.children()
+        os.truncate(model, 1000)
+        for i in range(5):
+            assert fleet.post(f"häß {i} 你好 " * 50).headers["X-Kvgate-Reason"] == "load"
+        fleet.gateway.expected.append(r'model "smollm2" cannot be opened')
+        fleet.gateway.reload()
+        wait_until(lambda: "the file ends inside" in fleet.gateway.log(), 10, "the reload refused")
+        assert fleet.post().status_code == 200 and fleet.gateway.children() == before
