@@ -172,6 +172,18 @@ static void render_histograms(struct page *page, struct engine_metrics *m)
     histogram(page, "batch_utilization", "Rows of a forward over the most that one may have.", &m->batch_utilization);
 }
 
+void histogram_render(struct histogram *h, const char *name, const char *help, const char *model, struct kvg_buf *out)
+{
+    struct page page = {.out = out};
+
+    write_label(&page.label, model);
+    if (page.label.failed)
+        out->failed = true;
+    else
+        histogram(&page, name, help, h);
+    kvg_buf_free(&page.label);
+}
+
 void engine_metrics_render(struct engine_metrics *metrics, const char *model, struct kvg_buf *out)
 {
     struct page page = {.out = out};

@@ -35,6 +35,9 @@ struct engine_metrics {
     struct histogram rows_per_forward, sequences_per_forward;
     struct histogram batch_utilization; /* rows of a step / max_num_batched_tokens */
 };
+/* Appends kvgate_<name> with # HELP and # TYPE, labelled model_name="<model>". */
+void histogram_render(struct histogram *h, const char *name, const char *help, const char *model, struct kvg_buf *out);
+
 void engine_metrics_init(struct engine_metrics *metrics);
 /* Appends all series, each with # HELP and # TYPE, labelled model_name="<model>". */
 void engine_metrics_render(struct engine_metrics *metrics, const char *model, struct kvg_buf *out);

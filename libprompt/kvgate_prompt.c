@@ -22,8 +22,8 @@ static const char USAGE[] =
     "\n"
     "INPUT is the JSON body of POST /v1/chat/completions or /v1/completions (told apart by its members unless --chat or\n"
     "--completion says which), or with --text a completion prompt as it is. --block-size is 32 tokens by default, a power\n"
-    "of two from 16 to 512; --salt is empty by default. The exit status is 0, 1 when a file or the input is refused, and 2\n"
-    "for wrong usage.\n";
+    "of two from 16 to 512; --salt is what the gateway sends as X-Kvgate-Salt, empty by default, and a cache_salt in the body\n"
+    "refines it as there. The exit status is 0, 1 when a file or the input is refused, and 2 for wrong usage.\n";
 
 struct options {
     const char *command, *model, *name, *salt;
@@ -168,12 +168,17 @@ static void print_ids(const struct kvg_ids *ids)
 static int print_chain(const struct request *request, const struct options *options, const struct kvg_ids *ids,
                        struct kvg_arena *arena)
 {
+    const struct kvg_json *cache_salt = kvg_json_get(request->body, "cache_salt");
+    struct kvg_str salt = {options->salt, strlen(options->salt)};
+
+    if (cache_salt && cache_salt->type == KVG_JSON_STRING && kvg_salt_join(salt, cache_salt->str, arena, &salt))
+        return KVG_NOMEM;
     struct kvg_chain_identity identity = {
         .model = options->name,
         .fingerprint = *kvg_prompt_model_fingerprint(request->model),
         .block_size = (uint32_t)options->block_size,
-        .salt = options->salt,
-        .salt_len = strlen(options->salt),
+        .salt = salt.bytes,
+        .salt_len = salt.len,
     };
     struct kvg_hash seed, *chain = kvg_arena_alloc(arena, (ids->n / options->block_size + 1) * sizeof *chain);
     char hex[KVG_HASH_HEX + 1];

@@ -224,6 +224,9 @@ void ngx_http_kvgate_prompt_run(ngx_http_kvgate_prompt_t *prompt);
 /* lookup.c */
 /* Starts to choose a worker: NGX_OK when that is done, NGX_AGAIN when ngx_http_kvgate_decided will be called later. */
 ngx_int_t ngx_http_kvgate_lookup(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* Tokens of the prompt that the candidate is expected to take from its cache. As in the worker, the last token is computed in any
+ * case, and with it its block. The prompt has ids. */
+size_t ngx_http_kvgate_candidate_hit(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_candidate_t *candidate);
 /* For a request without a usable prompt: the known workers of its model (or of any), least loaded first. */
 void ngx_http_kvgate_any_worker(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 

@@ -200,6 +200,15 @@ ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx
 }
 
 
+size_t
+ngx_http_kvgate_candidate_hit(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_candidate_t *candidate)
+{
+    uint32_t  size = ctx->prompt.model->block_size;
+
+    return ngx_min((size_t) candidate->hit_blocks, (ctx->prompt.n_ids - 1) / size) * size;
+}
+
+
 /* Candidates that refused a connection lately come last. */
 static void
 ngx_http_kvgate_down_last(ngx_http_kvgate_ctx_t *ctx)
@@ -264,7 +273,7 @@ ngx_http_kvgate_candidates(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
     }
 
     if (ctx->n_candidates) {
-        ctx->hit_tokens = ngx_min((size_t) ctx->candidates[0].hit_blocks * model->block_size, ctx->prompt.n_ids);
+        ctx->hit_tokens = ngx_http_kvgate_candidate_hit(ctx, &ctx->candidates[0]);
     }
 }
 

@@ -87,6 +87,27 @@ ngx_http_kvgate_push(ngx_http_request_t *r, char *name, char *lowcase, size_t le
 }
 
 
+/* What Redis says of the first candidate. Without an answer from there nothing is known, and nothing said. */
+static ngx_int_t
+ngx_http_kvgate_push_hit(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    ngx_str_t  value;
+
+    if (ctx->reason < NGX_HTTP_KVGATE_PREFIX || ctx->reason > NGX_HTTP_KVGATE_TIE) {
+        return NGX_OK;
+    }
+
+    value.data = ngx_pnalloc(r->pool, NGX_SIZE_T_LEN);
+    if (value.data == NULL) {
+        return NGX_ERROR;
+    }
+
+    value.len = ngx_sprintf(value.data, "%uz", ctx->hit_tokens) - value.data;
+
+    return ngx_http_kvgate_push(r, "X-Kvgate-Hit-Tokens", "x-kvgate-hit-tokens", sizeof("X-Kvgate-Hit-Tokens") - 1, &value);
+}
+
+
 ngx_int_t
 ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t ours)
 {
@@ -120,15 +141,20 @@ ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, n
         }
     }
 
-    if (ctx->prompt.n_ids && ctx->prompt.model) {
-        value.data = (u_char *) ctx->prompt.model->fingerprint;
-        value.len = KVG_HASH_HEX;
-
-        return ngx_http_kvgate_push(r, "X-Kvgate-Fingerprint", "x-kvgate-fingerprint", sizeof("X-Kvgate-Fingerprint") - 1,
-                                    &value);
+    if (ctx->prompt.n_ids == 0) {
+        return NGX_OK;
     }
 
-    return NGX_OK;
+    value.data = (u_char *) ctx->prompt.model->fingerprint;
+    value.len = KVG_HASH_HEX;
+
+    if (ngx_http_kvgate_push(r, "X-Kvgate-Fingerprint", "x-kvgate-fingerprint", sizeof("X-Kvgate-Fingerprint") - 1, &value)
+        != NGX_OK)
+    {
+        return NGX_ERROR;
+    }
+
+    return ngx_http_kvgate_push_hit(r, ctx);
 }
 
 

@@ -86,19 +86,13 @@ ngx_http_kvgate_prompt_tokens(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx,
 static ngx_int_t
 ngx_http_kvgate_hit_tokens(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_str_t *value)
 {
-    size_t                        tokens;
-    ngx_http_kvgate_candidate_t  *candidate;
+    size_t  tokens;
 
     if (ctx->prompt.n_ids == 0) {
         return NGX_OK;
     }
 
-    candidate = ctx->chosen;
-    tokens = ctx->hit_tokens;
-
-    if (candidate) {
-        tokens = ngx_min((size_t) candidate->hit_blocks * ctx->prompt.model->block_size, ctx->prompt.n_ids);
-    }
+    tokens = ctx->chosen ? ngx_http_kvgate_candidate_hit(ctx, ctx->chosen) : ctx->hit_tokens;
 
     return ngx_http_kvgate_number(r, value, "%ui", tokens, 0);
 }

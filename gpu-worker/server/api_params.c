@@ -587,6 +587,7 @@ static int check_together(struct parse *p)
         return fault(p, "stream_options", KVG_INVALID, "stream_options needs stream to be true");
     if (out->echo && e->want_logprobs)
         return fault(p, "logprobs", KVG_UNSUPPORTED, "logprobs of an echoed prompt are not supported");
+    e->drop_leading_space = chat;
     if (e->temperature * 1e6f < GREEDY_BELOW_MILLIONTHS)
         e->temperature = 0;
     if (e->top_p == 0) { /* the empty nucleus: the most probable token alone */

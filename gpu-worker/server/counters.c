@@ -14,6 +14,21 @@ static const char *const route_names[ROUTE_COUNT] = {
     "other",
 };
 
+static const double token_bounds[] = {0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
+
+void counters_init(struct counters *counters)
+{
+    histogram_init(&counters->hit_error, token_bounds, sizeof token_bounds / sizeof *token_bounds);
+}
+
+void counters_hit(struct counters *counters, int64_t predicted, uint32_t found)
+{
+    int64_t error = predicted - (int64_t)found;
+    atomic_fetch_add(&counters->predicted_hit_tokens, (uint64_t)predicted);
+    atomic_fetch_add(&counters->found_hit_tokens, found);
+    histogram_add(&counters->hit_error, (double)(error < 0 ? -error : error));
+}
+
 void counters_reply(struct counters *counters, int route, int status)
 {
     int class = status / 100;
@@ -89,6 +104,12 @@ void counters_render(struct counters *counters, const char *model, struct publis
     counter(&page, "gateway_ids_used_total", "Prompts whose ids came with the request.", atomic_load(&counters->ids_used));
     counter(&page, "gateway_fingerprint_mismatches_total", "Prompts whose ids came under another fingerprint.",
             atomic_load(&counters->fingerprint_mismatches));
+    counter(&page, "gateway_predicted_hit_tokens_total", "Prompt tokens that the gateway expected to be cached here.",
+            atomic_load(&counters->predicted_hit_tokens));
+    counter(&page, "gateway_found_hit_tokens_total", "Tokens of the same prompts that were cached here.",
+            atomic_load(&counters->found_hit_tokens));
+    histogram_render(&counters->hit_error, "gateway_hit_error_tokens",
+                     "Of one prompt: tokens between what the gateway expected to be cached and what was.", model, out);
     if (publisher)
         render_publisher(&page, publisher);
 }

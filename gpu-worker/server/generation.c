@@ -196,6 +196,8 @@ static void on_event(struct job *job, const char *bytes, size_t n)
     struct event_record event;
 
     memcpy(&event, bytes, sizeof event);
+    if (event.prompt == 0 && event.choice == 0 && g->prompts[0].pending && g->source.predicted >= 0 && event.completion_tokens)
+        counters_hit(&g->server->counters, g->source.predicted, event.cached_tokens);
     no_longer_pending(g, &g->prompts[event.prompt]);
     if (event.last_choice) {
         g->prompts[event.prompt].open = false;

@@ -6,10 +6,24 @@
 #include "gpu-worker/server/reply.h"
 #include "gpu-worker/server/server_internal.h"
 
+/* A decimal of up to 9 digits; -1 for anything else. */
+static int64_t read_count(struct kvg_str text)
+{
+    int64_t n = 0;
+    if (text.len == 0 || text.len > 9)
+        return -1;
+    for (size_t i = 0; i < text.len; i++) {
+        if (text.bytes[i] < '0' || text.bytes[i] > '9')
+            return -1;
+        n = n * 10 + (text.bytes[i] - '0');
+    }
+    return n;
+}
+
 bool prompt_source_init(struct prompt_source *source, struct conn *conn)
 {
     struct server *server = conn->loop->server;
-    *source = (struct prompt_source){.server = server, .gateway = conn->gateway};
+    *source = (struct prompt_source){.server = server, .gateway = conn->gateway, .predicted = -1};
     if (!conn->gateway) {
         source->salt = (struct kvg_str){server->key_salt, strlen(server->key_salt)};
         return true;
@@ -18,6 +32,7 @@ bool prompt_source_init(struct prompt_source *source, struct conn *conn)
     struct kvg_str fingerprint = http_header(&conn->reader.request, "x-kvgate-fingerprint");
     source->same_fingerprint = kvg_str_eq(fingerprint, server->fingerprint);
     source->no_priority = kvg_str_eq(http_header(&conn->reader.request, "x-kvgate-priority"), "off");
+    source->predicted = read_count(http_header(&conn->reader.request, "x-kvgate-hit-tokens"));
     if (salt.len > API_MAX_SALT || (salt.len && memchr(salt.bytes, '\x1f', salt.len))) {
         conn_errorf(conn, 400, NULL, "X-Kvgate-Salt has %zu bytes, at most %d without a unit separator are allowed", salt.len,
                     API_MAX_SALT);
@@ -57,11 +72,10 @@ bool prompt_parse(struct kvg_buf *text, struct kvg_arena *arena, struct kvg_json
     return true;
 }
 
-/* A gateway that speaks of this worker's fingerprint has already mapped its own aliases to this model. */
 bool prompt_check_model(const struct prompt_source *source, struct kvg_str model, struct prompt_fault *fault)
 {
     const struct server_options *options = &source->server->options;
-    if (model.len == 0 || kvg_str_eq(model, options->model_name) || source->same_fingerprint)
+    if (model.len == 0 || kvg_str_eq(model, options->model_name))
         return true;
     for (size_t i = 0; i < options->n_aliases; i++)
         if (kvg_str_eq(model, options->aliases[i]))

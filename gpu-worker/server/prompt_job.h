@@ -11,6 +11,7 @@ struct prompt_source {
     bool gateway;
     bool same_fingerprint; /* X-Kvgate-Fingerprint is this worker's own */
     bool no_priority;      /* X-Kvgate-Priority: off. The client's priority counts as 0 */
+    int64_t predicted;     /* X-Kvgate-Hit-Tokens: what the gateway expects to be cached; -1: it does not say */
     struct kvg_str salt;   /* the operator's; owned: prompt_source_free */
     char *salt_memory;
 };

@@ -93,6 +93,7 @@ int server_open(struct server **out, const struct server_options *options, struc
     server->listen_fds[0] = server->listen_fds[1] = -1;
     server->max_body_bytes_total = (uint64_t)server->options.max_body_bytes * BODIES_TOTAL;
     server->created = (int64_t)time(NULL);
+    counters_init(&server->counters);
     engine_info(engine, &server->info);
     kvg_hash_hex(kvg_prompt_model_fingerprint(prompt_model), server->fingerprint);
     derive_salt(server);

@@ -211,14 +211,16 @@ def test_json_is_recognized_with_parameters(fleet, content_type):
 
 @pytest.mark.parametrize("path, data", [("/v1/chat/completions", BODY), ("/v1/models", b"x"), ("/bypass/v1/chat/completions?bypass=1", BODY)])
 def test_clients_kvgate_headers_are_removed(fleet, path, data):
-    head = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-KVGATE-Salt: other\r\nx-kvgate-fingerprint: {'0' * 32}\r\n"
+    head = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-KVGATE-Salt: other\r\nx-kvgate-hit-tokens: 7\r\nx-kvgate-fingerprint: {'0' * 32}\r\n"
             + "".join(f"X-Filler-{i}: {i}\r\n" for i in range(30)) + "X-Kvgate-Priority: -1\r\nX-Kvgate-: x\r\nX-Kept: yes\r\n"
             + f"Content-Length: {len(data)}\r\n\r\n").encode()
     assert raw_request(fleet.gateway.port, head + data)[0] == 200
     request = fleet.requests[-1]
     assert request.header("x-kept") == "yes" and request.header("x-filler-29") == "29"
-    assert kvgate_headers(request) <= {"x-kvgate-fingerprint", "x-kvgate-priority"} and request.header("x-kvgate-priority") == "off"
+    assert kvgate_headers(request) <= {"x-kvgate-fingerprint", "x-kvgate-hit-tokens", "x-kvgate-priority"}
+    assert request.header("x-kvgate-priority") == "off"
     assert request.header("x-kvgate-fingerprint") in (None, fleet.fingerprint)
+    assert request.header("x-kvgate-hit-tokens") in (None, "0")
 
 
 def hashed(salt):

@@ -40,6 +40,7 @@ def test_the_worker_that_holds_the_prefix_is_chosen_with_its_hits(fleet):
     text = "a prefix that is worth keeping " * 40
     last = chain_of(fleet.post(text))
     n_tokens = len(fleet.requests[-1].json()["prompt_token_ids"])
+    assert n_tokens % 32
     blocks = chain(fleet.requests[-1].json()["prompt_token_ids"], "smollm2", fleet.fingerprint)
     assert blocks[-1] == last
     for worker in fleet.workers:
@@ -47,8 +48,23 @@ def test_the_worker_that_holds_the_prefix_is_chosen_with_its_hits(fleet):
         reply = fleet.post(text)
         assert reply.headers["X-Kvgate-Reason"] == "prefix"
         assert int(reply.headers["X-Kvgate-Hit-Tokens"]) == len(blocks) * 32 <= n_tokens
+        assert worker.requests[-1].header("x-kvgate-hit-tokens") == str(len(blocks) * 32)
         assert worker.registration.publish(evicted=blocks) == ["ok"]
     assert fleet.post(text).headers["X-Kvgate-Hit-Tokens"] == "0"
+
+
+def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute(fleet):
+    """As in the worker: somebody has to compute the last token."""
+    ids = [i % 900 + 1000 for i in range(96)]
+    blocks = chain(ids, "smollm2", fleet.fingerprint)
+    worker = fleet.workers[0]
+    assert worker.registration.publish(stored=blocks) == ["ok"]
+    try:
+        for prompt, hit in ((ids, 64), (ids + [5], 96), (ids[:-1], 64), (ids[:32], 0), (ids[:31], 0)):
+            reply = requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": prompt}, timeout=20)
+            assert reply.headers["X-Kvgate-Hit-Tokens"] == str(hit), len(prompt)
+    finally:
+        assert worker.registration.publish(evicted=blocks) == ["ok"]
 
 
 def test_without_redis_the_rendezvous_worker_is_chosen_and_it_is_the_same_as_with(fleet):
@@ -61,6 +77,8 @@ def test_without_redis_the_rendezvous_worker_is_chosen_and_it_is_the_same_as_wit
     finally:
         os.kill(fleet.redis.pid, signal.SIGCONT)
     assert {r.headers["X-Kvgate-Reason"] for r in without} <= {"redis_timeout", "redis_down"}
+    predictions = [r.header("x-kvgate-hit-tokens") for w in fleet.workers for r in w.requests]
+    assert predictions.count(None) == predictions.count("0") == len(texts)  # nothing is known without Redis
     assert [r.headers["X-Kvgate-Worker"] for r in without] == [r.headers["X-Kvgate-Worker"] for r in with_redis]
     assert len({r.headers["X-Kvgate-Worker"] for r in with_redis}) > 1
 

@@ -1,10 +1,16 @@
-"""The gateway in front of real workers on SmolLM2: what it predicts is what they find, and their failures are not the clients'."""
+"""The gateway in front of real workers on SmolLM2: what it predicts is what they find, and their failures are not the clients'.
+The gateway has only the cut of the model file, the workers have all of it."""
+import json
+import os
+import subprocess
+
 import openai
 import pytest
 import requests
 
+from conftest import BUILD
 from gateway import Gateway, chat
-from stack import Redis, Worker, wait_until
+from stack import SMOLLM2, Redis, Worker, wait_until
 
 SYSTEM = "You are a careful assistant of a small library. " * 40
 QUICK = {"max_tokens": 4, "temperature": 0}
@@ -16,7 +22,10 @@ class Stack:
         self.workers = [Worker(redis=self.redis, worker_id=f"w{i}", kv_cache_memory="128M") for i in (1, 2)]
         for worker in self.workers:
             worker.start()
-        self.gateway = Gateway(self.redis, servers=[w.gateway_addr for w in self.workers]).start()
+        cut = os.path.join(self.redis.dir, "cut.gguf")
+        subprocess.run([os.path.join(BUILD, "kvgate-prompt"), "cut", SMOLLM2, cut], check=True)
+        self.gateway = Gateway(self.redis, model=cut, server="add_header X-Kvgate-Chain $kvgate_chain always;",
+                               servers=[w.gateway_addr for w in self.workers]).start()
         self.wait_seen(["w1", "w2"])
 
     def wait_seen(self, names):
@@ -66,10 +75,30 @@ def test_a_second_question_goes_to_the_worker_that_holds_the_prefix(stack):
 
 
 def test_the_gateways_ids_are_the_workers_own(stack):
-    body = {"model": "smollm2", **chat("häß\u00dflich 🦙 <|im_end|> ok")}
-    reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**body, **QUICK}, timeout=60)
-    tokens = requests.post(stack.workers[0].url + "/tokenize", json=body, timeout=60).json()
-    assert reply.json()["usage"]["prompt_tokens"] == tokens["count"]
+    """P4: one chain in the gateway, in each worker, and on the command line."""
+    for salt in ({}, {"cache_salt": "mine"}):
+        body = {"model": "smollm2", **chat("häß\u00dflich 🦙 <|im_end|> ok " * 12), **salt}
+        reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**body, **QUICK}, timeout=60)
+        told = [requests.post(w.url + "/tokenize", json=body, timeout=60).json() for w in stack.workers]
+        assert told[0] == told[1] and len(told[0]["kvgate"]["chain"]) >= 3
+        assert reply.json()["usage"]["prompt_tokens"] == told[0]["count"]
+        assert reply.headers["X-Kvgate-Chain"] == told[0]["kvgate"]["chain"][-1]
+        assert stack.gateway.status()["models"][0]["fingerprint"] == told[0]["kvgate"]["fingerprint"]
+        printed = subprocess.run([os.path.join(BUILD, "kvgate-prompt"), "chain", "--model", SMOLLM2, "--name", "smollm2"],
+                                 input=json.dumps(body), capture_output=True, text=True, check=True)
+        assert printed.stdout.split() == told[0]["kvgate"]["chain"]
+
+
+def test_predictions_are_compared_with_what_the_worker_found(stack):
+    system = "You keep a list of all that was predicted. " * 30
+    right = lambda r: cached(r) > 0 and int(r.headers["X-Kvgate-Hit-Tokens"]) == cached(r)  # noqa: E731
+    reply = wait_until(lambda: r if right(r := stack.ask("one", system)) else None, 10, "all of the prompt's blocks known")
+    worker = stack.named(reply.headers["X-Kvgate-Worker"])
+    before = worker.metrics()
+    reply = stack.ask("one", system)
+    grown = lambda name: worker.metric(name) - sum(v for k, v in before.items() if k.startswith(name + "{"))  # noqa: E731
+    assert grown("kvgate_gateway_hit_error_tokens_count") == 1 and grown("kvgate_gateway_hit_error_tokens_sum") == 0
+    assert grown("kvgate_gateway_predicted_hit_tokens_total") == grown("kvgate_gateway_found_hit_tokens_total") == cached(reply) >= 256
 
 
 def test_openais_client_streams_through_nginx(stack):

@@ -466,8 +466,12 @@ def test_metrics_carry_vllms_suffixes(worker):
     complete(worker, prompt=STORY, max_tokens=3)
     names = {series.partition("{")[0] for series in worker.metrics()}
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
-                 "time_to_first_token_seconds_count", "http_requests_total", "clients_left_total"):
+                 "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "request_success_total", "http_requests_total",
+                 "clients_left_total"):
         assert "kvgate_" + name in names, sorted(names)
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+                 "request_decode_time_seconds", "e2e_request_latency_seconds", "rows_per_forward", "batch_utilization"):
+        assert worker.metric(f"kvgate_{name}_count") > 0, name
     assert worker.metric("kvgate_http_requests_total", handler="/v1/completions", status="2xx") > 0
 
 

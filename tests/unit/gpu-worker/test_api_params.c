@@ -229,6 +229,10 @@ static void the_gateway_may_send_ids_and_priority(void **state)
     assert_int_equal(w.params.prompt_ids.ids[1], 999);
     assert_int_equal(w.params.engine.priority, -3);
     assert_int_equal(w.params.cache_salt.len, 1);
+    assert_true(w.params.engine.drop_leading_space); /* a chat's reply begins a text, a completion goes on with one */
+    kvg_arena_free(&w.arena);
+    parse(&w, (struct api_context){.endpoint = TEXT, .n_vocab = 1000}, "{}");
+    assert_false(w.params.engine.drop_leading_space);
     kvg_arena_free(&w.arena);
 
     parse(&w, gateway, "{\"prompt_token_ids\":[1,1000]}");

@@ -541,7 +541,7 @@ static void the_gateways_ids_count_under_this_workers_fingerprint(void **state)
     char headers[128];
     snprintf(headers, sizeof headers, "X-Kvgate-Salt: team\r\nX-Kvgate-Fingerprint: %s\r\n", SCRIPTED_FINGERPRINT);
     post_with(fd, "/v1/chat/completions", headers,
-              "{\"model\":\"an-alias\",\"messages\":\"hi\",\"priority\":-2,\"prompt_token_ids\":[7,8,9]}");
+              "{\"model\":\"toy\",\"messages\":\"hi\",\"priority\":-2,\"prompt_token_ids\":[7,8,9]}");
     struct scripted *r = scripted_wait(0);
     assert_int_equal(r->n_ids, 3);
     assert_int_equal(r->ids[2], 9);
@@ -564,6 +564,41 @@ static void the_gateways_ids_count_under_this_workers_fingerprint(void **state)
     const char *text = hear(fd, "kvgate_gateway_fingerprint_mismatches_total{");
     assert_has(text, "kvgate_gateway_ids_used_total{model_name=\"toy\"} 1");
     assert_has(text, "kvgate_gateway_fingerprint_mismatches_total{model_name=\"toy\"} 1");
+    close(fd);
+}
+
+/* Two models may have one tokenizer and template, so one fingerprint: the name decides. */
+static void another_models_name_is_404_under_the_same_fingerprint(void **state)
+{
+    int fd = dial_gateway(*state);
+    post_with(fd, "/v1/chat/completions", "X-Kvgate-Fingerprint: " SCRIPTED_FINGERPRINT "\r\n",
+              "{\"model\":\"twin\",\"messages\":\"hi\",\"prompt_token_ids\":[7,8,9]}");
+    assert_has(hear(fd, "}}"), "HTTP/1.1 404 ");
+    close(fd);
+}
+
+static void the_gateways_prediction_is_compared_with_what_was_cached(void **state)
+{
+    static const char *const said[] = {"33", "1", "0", "many", "-1", ""}; /* the scripted engine finds 1 cached token */
+    int fd = dial_gateway(*state);
+    for (unsigned i = 0; i < sizeof said / sizeof *said; i++) {
+        char headers[128];
+        snprintf(headers, sizeof headers, "X-Kvgate-Fingerprint: %s\r\nX-Kvgate-Hit-Tokens: %s\r\n", SCRIPTED_FINGERPRINT,
+                 said[i]);
+        post_with(fd, "/v1/chat/completions", headers, "{\"messages\":\"hi\",\"n\":2,\"prompt_token_ids\":[7,8,9]}");
+        struct scripted *r = scripted_wait(i);
+        for (uint32_t choice = 0; choice < 2; choice++) {
+            scripted_text(r, choice, "x");
+            scripted_finish(r, choice, FINISH_STOP);
+        }
+        hear(fd, "}}}");
+    }
+    say(fd, "GET /metrics HTTP/1.1\r\n\r\n");
+    const char *text = hear(fd, "kvgate_gateway_hit_error_tokens_count{model_name=\"toy\"} 3\n");
+    assert_has(text, "kvgate_gateway_predicted_hit_tokens_total{model_name=\"toy\"} 34\n");
+    assert_has(text, "kvgate_gateway_found_hit_tokens_total{model_name=\"toy\"} 3\n");
+    assert_has(text, "kvgate_gateway_hit_error_tokens_bucket{model_name=\"toy\",le=\"0\"} 1\n");
+    assert_has(text, "kvgate_gateway_hit_error_tokens_sum{model_name=\"toy\"} 33\n");
     close(fd);
 }
 
@@ -673,6 +708,8 @@ int main(void)
         IN_WORLD(http_1_0_streams_end_with_the_connection),
         IN_WORLD(a_head_request_gets_no_body),
         IN_WORLD(the_gateways_ids_count_under_this_workers_fingerprint),
+        IN_WORLD(another_models_name_is_404_under_the_same_fingerprint),
+        IN_WORLD(the_gateways_prediction_is_compared_with_what_was_cached),
         IN_WORLD(the_plain_listener_ignores_the_gateways_headers),
         IN_WORLD(tokenize_gives_ids_and_chain),
         cmocka_unit_test_setup_teardown(too_many_waiting_requests_get_503, open_narrow, close_world),
