@@ -104,6 +104,16 @@ static int allocate(struct family_model *model, struct loader *loader, uint32_t 
     return 0;
 }
 
+/* There may be more rows than tokens (padding), but each token needs its row. */
+static int check_vocabulary(const struct loader *loader, uint32_t rows, struct kvg_error *err)
+{
+    const struct kvg_gguf_value *tokens = kvg_gguf_find(loader->gguf, "tokenizer.ggml.tokens");
+    if (!tokens || tokens->n <= rows)
+        return 0;
+    return kvg_fail(err, KVG_FILE, "tensor token_embd.weight has %u rows, but the vocabulary has %llu tokens", rows,
+                    (unsigned long long)tokens->n);
+}
+
 /* The output matrix is its own tensor, or, where the file has none, the embedding (tied). */
 static int load_ends(struct family_model *model, struct loader *loader, struct kvg_error *err)
 {
@@ -114,6 +124,7 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
     model->n_vocab = rows;
     if ((failed = loader_tensor(loader, &llama->embedding, "token_embd.weight", rows, hidden, WEIGHT_EMBEDDING, LOADER_REQUIRED,
                                 err)) ||
+        (failed = check_vocabulary(loader, rows, err)) ||
         (failed =
              loader_tensor(loader, &llama->output_norm, "output_norm.weight", 1, hidden, WEIGHT_VECTOR, LOADER_REQUIRED, err)) ||
         (failed = loader_frequencies(loader, &model->shape, &llama->frequencies, err)))

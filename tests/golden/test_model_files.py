@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
+import hostile_gguf  # noqa: E402
 from toy_model import Shape, Tensor, encode, llama3_rope_freqs, random_model  # noqa: E402
 
 BUILD = os.environ.get("B", "build")
@@ -155,6 +156,26 @@ def test_unknown_rope_scaling_is_refused_by_name(scaling, word, tmp_path):
 def test_bad_geometry_is_refused_with_both_numbers(metadata, word, tmp_path):
     build(tmp_path / "m.gguf", Shape(), metadata=metadata)
     assert word in refused(tmp_path / "m.gguf", tmp_path)
+
+
+@pytest.mark.parametrize("case", list(hostile_gguf.refused()), ids=lambda case: case.name)
+def test_files_that_lie_are_refused_with_a_reason(case, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(case.bytes)
+    text = refused(tmp_path / "m.gguf", tmp_path)
+    for word in case.words:
+        assert word in text, text
+
+
+def test_files_that_may_load_mean_what_they_say(tmp_path):
+    cases = {case.name: case for case in hostile_gguf.loading()}
+    logits = {}
+    for name, case in cases.items():
+        (tmp_path / "m.gguf").write_bytes(case.bytes)
+        done, logits[name] = run(tmp_path / "m.gguf", [(i * 37 + 11) % 256 for i in range(LENGTH)], tmp_path)
+        assert done.returncode == 0 and np.isfinite(logits[name]).all(), (name, done.stderr)
+    for name, case in cases.items():
+        assert not case.same_as or np.array_equal(logits[name], logits[case.same_as]), name
+        assert not case.differs_from or not np.array_equal(logits[name], logits[case.differs_from]), name
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
