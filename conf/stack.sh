@@ -160,7 +160,7 @@ status() {
     return $rc
 }
 
-# Two questions behind one system prompt of about 1,500 tokens: this README's own text.
+# Two questions behind one system prompt of about 1,900 tokens: this README's own text.
 write_questions() {
     python3 - "$MODEL_NAME" "$RUN" <<'PYTHON'
 import json, sys

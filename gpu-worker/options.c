@@ -41,7 +41,7 @@ static const struct flag flags[] = {
     {"max-waiting", COUNT, AT(max_waiting), "N", "most requests that wait before further ones get 503; default 1024", 1, 1 << 20},
     {"block-size", COUNT, AT(block_size), "TOKENS", "tokens of a KV block: a power of two from 16 to 512; default 32", 16, 512},
     {"kv-cache-memory", BYTES, AT(kv_cache_memory), "BYTES",
-     "memory for KV blocks, such as 512M or 2G (1024-based); default: a share of the free memory"},
+     "memory for KV blocks, such as 512M or 2G (1024-based); default: a quarter of the free memory, 8G at most"},
     {"num-kv-blocks", COUNT, AT(num_kv_blocks), "N", "number of KV blocks, instead of --kv-cache-memory", 1, 1u << 31},
     {"gpu-memory-utilization", SHARE, AT(gpu_memory_utilization), "SHARE",
      "KV blocks get this share, above 0 and up to 1, of the device's free memory (the machine's, on the CPU), instead of "

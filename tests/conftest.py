@@ -14,6 +14,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes minutes; runs in make test-long only")
 
 
+def pytest_unconfigure(config):
+    """The last line of a run, behind pytest's own summary."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not config.option.collectonly:
+        count = lambda *kinds: sum(len(reporter.stats.get(kind, [])) for kind in kinds)  # noqa: E731
+        print(f"{count('passed')} passed, {count('failed', 'error')} failed")
+
+
 @pytest.fixture(scope="session")
 def build():
     return BUILD

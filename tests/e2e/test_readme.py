@@ -7,7 +7,7 @@ import pytest
 
 from conftest import BUILD, ROOT
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "nginx-module/README.md", "redis-schemas/README.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "nginx-module/README.md", "gpu-worker/README.md", "redis-schemas/README.md"]
 
 
 def text(name):
@@ -39,12 +39,46 @@ def test_make_targets_exist(name):
             assert word in targets or word.endswith("-") and any(t.startswith(word) for t in targets), f"{name}: make {word}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "conf/worker.env", "docker-compose.yml"])
+@pytest.mark.parametrize("name", ["README.md", "gpu-worker/README.md", "conf/worker.env", "docker-compose.yml"])
 def test_worker_flags_exist(name):
     known = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--help"], capture_output=True, text=True, check=True).stdout
     lines = [line for line in text(name).splitlines() if not re.search(r"redis-|kvgate-prompt|docker|protected-mode", line)]
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(lines)):
         assert flag == "--help" or re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"{name}: kvgate-worker has no {flag}"
+
+
+def table(name, heading):
+    """The first cells of the table under a heading."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", text(name), re.M | re.S).group(1)
+    return re.findall(r"^\| `([^`]+)`", section, re.M)
+
+
+def module_source():
+    folder = os.path.join(ROOT, "nginx-module")
+    return "".join(text(os.path.join("nginx-module", name)) for name in sorted(os.listdir(folder)) if name.endswith(".c"))
+
+
+def test_the_modules_readme_lists_its_directives_variables_and_reasons():
+    source = module_source()
+    commands = re.search(r"ngx_http_kvgate_commands\[\] = \{(.*?)^\};", source, re.M | re.S).group(1)
+    assert sorted(cell.split()[0] for cell in table("nginx-module/README.md", "Directives")) == sorted(re.findall(r'ngx_string\("(\w+)"\)', commands))
+    variables = re.search(r"ngx_http_kvgate_variables\[\] = \{(.*?)^\};", source, re.M | re.S).group(1)
+    assert table("nginx-module/README.md", "Variables") == ["$" + name for name in re.findall(r'ngx_string\("(\w+)"\)', variables)]
+    reasons = re.search(r"ngx_http_kvgate_reasons\[\w+\] = \{(.*?)^\};", source, re.M | re.S).group(1)
+    assert sorted(table("nginx-module/README.md", "Reasons")) == sorted(re.findall(r'ngx_string\("(\w+)"\)', reasons))
+
+
+FLAGS = """--model --served-model-name --host --port --max-model-len --max-num-seqs --max-num-batched-tokens --block-size
+--enable-prefix-caching --enable-chunked-prefill --gpu-memory-utilization --scheduling-policy --api-key --kv-cache-memory --threads
+--device --redis --worker-id --gateway-listen --num-kv-blocks --cpu-isa --version""".split()
+
+
+def test_help_names_every_flag_with_its_default():
+    done = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--help"], capture_output=True, text=True, check=True)
+    described = dict(re.findall(r"^  (--[a-z-]+)[^\n]*\n((?: {8}[^\n]*\n)+)", done.stdout, re.M))
+    assert set(FLAGS) <= set(described)
+    for flag, help_text in described.items():
+        assert flag in ("--help", "--version") or re.search(r"default|required|instead of|anew|in one step", help_text), (flag, help_text)
 
 
 @pytest.mark.parametrize("program", ["kvgate-worker", "kvgate-prompt"])

@@ -172,6 +172,18 @@ def test_t4_gemma_puts_no_space_anywhere(opened):
     assert encoder.encode("<pad>text<eos>", TEMPLATE)[1] == encoder.encode("text")[0]
 
 
+# Vocabularies that the source distribution of llama.cpp does not carry: skipped by name unless somebody puts them there.
+@pytest.mark.parametrize("name, text, mode, ids", [
+    ("gemma-1.1-2b-it", "<pad>text<eos>", TEMPLATE, [0, 1082, 1]),
+    ("nous-hermes-2-mixtral-8x7b-dpo", "<|im_start|>user", TEMPLATE, [32001, 2188]),
+    ("deepseek-r1-distill-qwen", "hello", SPECIAL | TEMPLATE, [151646, 14990]),
+    ("deepseek-r1-distill-qwen", "<｜begin▁of▁sentence｜>hello", SPECIAL | TEMPLATE, [151646, 14990]),
+], ids=["t4-gemma", "t4-mixtral-dpo", "c5-deepseek", "c5-deepseek-own-bos"])
+def test_reported_ids_of_vocabularies_that_may_not_be_at_hand(name, text, mode, ids, opened):
+    _, encoder = opened(name)
+    assert encoder.encode(text, mode) == ids
+
+
 def test_t6_byte_fallback_is_exact_both_ways(opened):
     gguf, encoder = opened("llama-spm")
     assert encoder.encode("This is 🦙.cpp", SPECIAL) == [1, 910, 338, 29871, 243, 162, 169, 156, 29889, 8223]

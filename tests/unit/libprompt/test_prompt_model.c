@@ -171,6 +171,32 @@ static void chat_has_one_bos_and_no_forged_turn(void **state)
     }
 }
 
+/* Case C5: what a template prints in front stays whole, in a model that adds no BOS (GLM's "[gMask]<sop>") and in one whose
+ * template prints the BOS by its text. */
+static void what_a_template_prints_in_front_stays_whole(void **state)
+{
+    static const struct toy_token glm[] = {{"[gMask]", 3, 0}, {"<sop>", 3, 0}, {"hi", 1, 0}};
+    struct toy_vocab vocab = with_template;
+    struct kvg_prompt_model *model;
+
+    vocab.tokens = glm;
+    vocab.bos = -1;
+    vocab.chat_template = "[gMask]<sop>{% for m in messages %}{{ m['content'] }}{% endfor %}";
+    model = open_model(&vocab, 0);
+    expect_ids(model, KVG_CHAT_COMPLETIONS, "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]}", 0, 3, 256, 257, HI);
+    expect_ids(model, KVG_COMPLETIONS, "{\"prompt\":\"hi\"}", 0, 1, HI);
+    kvg_prompt_model_close(model);
+
+    vocab = with_template;
+    vocab.add_bos = 1;
+    vocab.chat_template = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %}";
+    model = open_model(&vocab, 0);
+    expect_ids(model, KVG_CHAT_COMPLETIONS, "{\"messages\":[{\"role\":\"user\",\"content\":\"hi\"}]}", 0, 2, BOS, HI);
+    expect_ids(model, KVG_COMPLETIONS, "{\"prompt\":\"hi\"}", 0, 2, BOS, HI);
+    expect_ids(model, KVG_COMPLETIONS, "{\"prompt\":\"<s>hi\"}", 0, 2, BOS, HI);
+    kvg_prompt_model_close(model);
+}
+
 static void a_model_without_a_template_has_no_chat(void **state)
 {
     struct toy_vocab vocab = with_template;
@@ -279,6 +305,7 @@ int main(void)
         cmocka_unit_test(empty_and_malformed_prompts_are_refused_by_name),
         cmocka_unit_test(an_empty_prompt_is_fine_where_bos_is_added),
         cmocka_unit_test(chat_has_one_bos_and_no_forged_turn),
+        cmocka_unit_test(what_a_template_prints_in_front_stays_whole),
         cmocka_unit_test(a_model_without_a_template_has_no_chat),
         cmocka_unit_test(whatever_moves_ids_moves_the_fingerprint),
         cmocka_unit_test(threads_share_one_model),
