@@ -241,6 +241,10 @@ ngx_http_kvgate_call_t *ngx_http_kvgate_redis_route(const struct kvg_route_query
 /* The handler will not be called any more. */
 void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
 
+/* replies.c: a new connection's reader refuses what would end or bloat the process. */
+struct redisAsyncContext;
+void ngx_http_kvgate_replies_guard(struct redisAsyncContext *context);
+
 /* shared.c */
 ngx_int_t ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old);
 /* An nginx worker starts (1) or stops (-1) to use the pools of its configuration. */

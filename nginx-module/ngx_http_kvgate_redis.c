@@ -178,7 +178,10 @@ ngx_http_kvgate_redis_on_connect(const redisAsyncContext *context, int status)
 static void
 ngx_http_kvgate_redis_on_disconnect(const redisAsyncContext *context, int status)
 {
-    if (status != REDIS_OK) {
+    if (status != REDIS_OK && context->err == REDIS_ERR_OOM) {
+        ngx_http_kvgate_redis_complain("out of memory, or a reply that was not asked for or is too large");
+
+    } else if (status != REDIS_OK) {
         ngx_http_kvgate_redis_complain(context->errstr && context->errstr[0] ? context->errstr : "connection lost");
     }
 }
@@ -250,6 +253,8 @@ ngx_http_kvgate_redis_connect(void)
         redisAsyncFree(context);
         return;
     }
+
+    ngx_http_kvgate_replies_guard(context);
 
     c->data = context;
     c->idle = 1;

@@ -9,6 +9,9 @@
 #include "libprompt/error.h"
 #include "redis-schemas/keys.h"
 
+/* No script's reply has an array of more elements; readers refuse those that claim to. */
+enum { KVG_REPLY_ELEMENTS = 65536 };
+
 struct kvg_route_query {
     const char *prefix, *model;
     struct kvg_hash fingerprint;

@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include "redis-schemas/route.h"
 
 static const struct timeval TIMEOUT = {LINK_TIMEOUT_MS / 1000, LINK_TIMEOUT_MS % 1000 * 1000};
 
@@ -77,6 +78,28 @@ static int read_policy(struct publish_link *link)
     return 0;
 }
 
+#if HIREDIS_MAJOR >= 1
+typedef size_t elements_t;
+#else
+typedef int elements_t;
+#endif
+
+/* hiredis takes memory for as many elements as an array claims to have. */
+static void *limited_array(const redisReadTask *task, elements_t n)
+{
+    const redisReplyObjectFunctions *original = task->privdata;
+    return n > KVG_REPLY_ELEMENTS ? NULL : original->createArray(task, n);
+}
+
+static void limit_replies(struct publish_link *link)
+{
+    redisReader *reader = link->context->reader;
+    link->reading = *reader->fn;
+    link->reading.createArray = limited_array;
+    reader->privdata = reader->fn;
+    reader->fn = &link->reading;
+}
+
 int link_open(struct publish_link *link, const char *name)
 {
     const char *setname[] = {"CLIENT", "SETNAME", name};
@@ -88,6 +111,7 @@ int link_open(struct publish_link *link, const char *name)
         lost(link);
         return -1;
     }
+    limit_replies(link);
     return authenticate(link) || select_db(link) || must(link, 3, setname) || read_policy(link) ? -1 : 0;
 }
 

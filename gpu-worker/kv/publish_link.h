@@ -10,9 +10,10 @@ enum { LINK_TIMEOUT_MS = 1000, LINK_ARGS_MAX = 12 };
 
 struct publish_link {
     struct kvg_redis_url url;
-    redisContext *context; /* NULL = not connected */
-    char why[256];         /* why the last call gave no reply */
-    char policy[48];       /* maxmemory-policy as Redis told it at link_open, "" where it does not tell */
+    redisContext *context;             /* NULL = not connected */
+    redisReplyObjectFunctions reading; /* the connection's reader refuses arrays of over KVG_REPLY_ELEMENTS */
+    char why[256];                     /* why the last call gave no reply */
+    char policy[48];                   /* maxmemory-policy as Redis told it at link_open, "" where it does not tell */
 };
 
 /* Connects, AUTH, SELECT, CLIENT SETNAME <name>. 0, or -1 with link->why. */

@@ -10,11 +10,12 @@ import redis as redis_library
 import requests
 
 import schemas
+from fake_redis import FakeRedis
 from fake_worker import FakeWorker
 from gateway import Fleet, Gateway, chat
 from prompt_chain import chain
 from schemas import rendezvous
-from stack import Redis, wait_until
+from stack import Redis, Worker, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +312,37 @@ def test_one_malformed_worker_blinds_nobody_and_stays_one_log_line():
         log = fleet.gateway.log().splitlines()
         assert sum('workers.lua: the entry of worker "w1" is malformed and left out' in line for line in log) == 1
         assert [line for line in log if line.startswith("forged")] == []
+
+
+NONSENSE = {
+    "another protocol": (b"HTTP/1.1 400 Bad Request\r\n\r\n", {"redis_down"}),
+    "unasked replies": (b"+OK\r\n" * 5, {"redis_down", "redis_error"}),
+    "two billion elements": (b"*2147483647\r\n", {"redis_down", "redis_timeout"}),
+    "negative lengths": (b"$-5\r\n*-7\r\n", {"redis_down"}),
+    "depth": (b"*1\r\n" * 30, {"redis_down"}),
+    "no end": (b"$500000000\r\nabc", {"redis_timeout", "redis_down"}),
+    "nil arrays": (b"*-1\r\n", {"redis_error"}),
+    "empty errors": (b"-\r\n", {"redis_error"}),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_from_redis_ends_no_process_and_no_request(name):
+    answer, reasons = NONSENSE[name]
+    with FakeRedis(answer) as redis, FakeWorker("w1") as worker, Gateway(redis, servers=[worker.addr]) as gateway:
+        before = gateway.children()
+        for _ in range(12):
+            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=20)
+            assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in reasons
+            time.sleep(0.1)
+        assert gateway.children() == before
+        with open(f"/proc/{before[0]}/statm", encoding="utf-8") as file:
+            assert int(file.read().split()[1]) * 4096 < 200e6
+
+
+def test_a_worker_survives_an_array_of_two_billion_elements():
+    with FakeRedis(b"*2147483647\r\n") as redis, Worker(redis=redis, worker_id="w1", kv_cache_memory="64M") as worker:
+        wait_until(lambda: redis.connections >= 3, 10, "tries to register")
+        with open(f"/proc/{worker.pid}/statm", encoding="utf-8") as file:
+            assert int(file.read().split()[0]) * 4096 < 8e9
+        assert requests.get(worker.url + "/health", timeout=10).status_code == 200
