@@ -14,6 +14,7 @@ typedef struct {
     ngx_http_request_t            *request;
     ngx_http_kvgate_ctx_t         *ctx;        /* NULL where the location has no kvgate on */
     ngx_uint_t                     next;       /* candidate */
+    ngx_uint_t                     original_tries;
 
     void                          *data;       /* of the balancer beneath */
     ngx_event_get_peer_pt          original_get_peer;
@@ -27,6 +28,7 @@ typedef struct {
 
     unsigned                       own:1;      /* the present peer is a candidate */
     unsigned                       spent:1;    /* no further try */
+    unsigned                       sent:1;     /* something was sent to some peer */
 } ngx_http_kvgate_peer_t;
 
 
@@ -82,10 +84,37 @@ ngx_http_kvgate_may_retry(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *pee
 }
 
 
+/* None of the candidates can be reached: what Redis says of the workers' addresses is wrong, or they have all gone. The server lines
+ * are the operator's own word. */
+static void
+ngx_http_kvgate_leave_candidates(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *peer)
+{
+    ngx_uint_t  limit, tries;
+
+    tries = peer->original_tries;
+    limit = peer->request->upstream->conf->next_upstream_tries;
+
+    if (limit) {
+        limit -= ngx_min(limit, peer->next);
+        tries = ngx_min(tries, limit);
+    }
+
+    if (tries) {
+        peer->ctx->routed = 0;
+        peer->ctx->chosen = NULL;
+        peer->ctx->n_candidates = 0;
+        peer->ctx->hit_tokens = 0;
+        pc->tries = tries;
+    }
+}
+
+
 static void
 ngx_http_kvgate_failed_peer(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *peer)
 {
     ngx_http_kvgate_candidate_t  *candidate;
+
+    peer->sent |= pc->connection && pc->connection->sent;
 
     if ((peer->request->method & NGX_HTTP_POST) && !ngx_http_kvgate_may_retry(pc, peer)) {
         peer->spent = 1;
@@ -108,6 +137,10 @@ ngx_http_kvgate_failed_peer(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *p
                                 &candidate->worker, candidate->lease);
     ngx_http_kvgate_complain(NGX_LOG_WARN, pc->log, "worker \"%V\" at \"%V\" cannot be reached; avoided until its next heartbeat",
                              &candidate->worker, &candidate->addr);
+
+    if (peer->next == peer->ctx->n_candidates && !peer->sent) {
+        ngx_http_kvgate_leave_candidates(pc, peer);
+    }
 }
 
 
@@ -233,6 +266,8 @@ ngx_http_kvgate_init_peer(ngx_http_request_t *r, ngx_http_upstream_srv_conf_t *u
     u->peer.set_session = ngx_http_kvgate_set_session;
     u->peer.save_session = ngx_http_kvgate_save_session;
 #endif
+
+    peer->original_tries = u->peer.tries;
 
     if (ctx->routed) {
         u->peer.tries = ctx->n_candidates;

@@ -30,7 +30,7 @@ ngx_http_kvgate_unix_address(ngx_pool_t *pool, ngx_str_t *text, ngx_http_kvgate_
 
     len = text->len - (sizeof("unix:") - 1);
 
-    if (len == 0 || len >= sizeof(sun->sun_path)) {
+    if (len == 0 || len >= sizeof(sun->sun_path) || text->data[sizeof("unix:") - 1] != '/') {
         return NGX_DECLINED;
     }
 
@@ -71,7 +71,7 @@ ngx_http_kvgate_address(ngx_http_request_t *r, ngx_http_kvgate_main_conf_t *conf
 
     if (rc != NGX_OK) {
         ngx_http_kvgate_complain(NGX_LOG_ERR, r->connection->log,
-                                 "worker \"%V\" advertises \"%V\", which is no numeric address with a port", &candidate->worker,
+                                 "worker \"%V\" advertises \"%V\", which is no numeric address with a port and no absolute unix: path", &candidate->worker,
                                  &candidate->addr);
         return NGX_DECLINED;
     }

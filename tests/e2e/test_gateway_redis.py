@@ -227,7 +227,8 @@ def test_a_mismatch_of_block_size_is_loud_and_served():
 
 
 def test_addresses_outside_kvgate_allow_are_never_used():
-    bad = ["8.8.8.8:80", "localhost:80", "127.0.0.1", "unix:", "[::2]:80", "127.0.0.1:0", "0.0.0.0:80"]
+    bad = ["8.8.8.8:80", "localhost:80", "127.0.0.1", "unix:", "[::2]:80", "127.0.0.1:0", "0.0.0.0:80", "unix:relative", "unix:@abstract", "127.1:80",
+           "[::ffff:8.8.8.8]:80"]
     with Fleet(len(bad), register=False) as fleet:
         for worker, addr in zip(fleet.workers, bad):
             worker.register(fleet.redis, fleet.fingerprint, addr=addr)

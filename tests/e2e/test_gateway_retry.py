@@ -161,6 +161,29 @@ def test_a_dead_worker_costs_no_failed_request_and_disappears(fleet):
         fleet.wait_seen()
 
 
+def test_where_redis_names_unreachable_addresses_the_server_lines_serve():
+    """A worker that advertises its own loopback from another host, say: Redis never decides whether a request is served."""
+    with Fleet(2, register=False) as fleet:
+        for worker, addr in zip(fleet.workers, ("127.0.0.1:1", "unix:/nowhere/w.sock")):
+            worker.register(fleet.redis, fleet.fingerprint, addr=addr)
+        fleet.wait_seen()
+        fleet.gateway.expected.append("unix:/nowhere/w.sock failed")
+        for stream in (False, True, False):
+            fleet.reset()
+            reply = fleet.post(stream=stream)
+            assert reply.status_code == 200 and len(fleet.requests) == 1
+            assert "X-Kvgate-Worker" not in reply.headers and reply.headers["X-Kvgate-Hit-Tokens"] == "0"
+            assert fleet.requests[0].json()["prompt_token_ids"]
+        assert requests.get(fleet.url + "/v1/models", timeout=10).status_code == 200
+
+
+def test_the_server_lines_are_within_proxy_next_upstream_tries():
+    with Fleet(1, register=False, location="proxy_next_upstream_tries 1;") as fleet:
+        fleet.workers[0].register(fleet.redis, fleet.fingerprint, addr="127.0.0.1:1")
+        fleet.wait_seen()
+        assert fleet.post().status_code == 502 and fleet.requests == []
+
+
 def test_all_workers_dead_is_a_502_in_openai_shape(fleet):
     for worker in fleet.workers:
         worker.stop()
