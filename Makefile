@@ -15,7 +15,7 @@ VERSION := 0.1.0
 # ---- dependencies -----------------------------------------------------------------------------------------------------
 # APT builds and runs the stack, APT_TEST is what tests and developers need on top.
 APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates iproute2 procps util-linux \
-       nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libpcre2-dev libutf8proc-dev libxxhash-dev libhttp-parser-dev \
+       nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libssl-dev zlib1g-dev
 APT_TEST := g++ clang clang-format clang-tidy cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck
 PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 pytest-timeout==2.4.0 openai==3.57.0 redis==8.1.0 \
@@ -39,7 +39,7 @@ models-all: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen
 # ---- compiling --------------------------------------------------------------------------------------------------------
 WARN   := -Wall -Wextra -Werror -Wno-unused-parameter -Wno-missing-field-initializers
 CFLAGS := -std=gnu11 -O3 -g -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno $(WARN) -I. -I$(B)/gen -DKVGATE_VERSION='"$(VERSION)"' -MMD -MP
-LDLIBS := -lpcre2-8 -lutf8proc -lxxhash -lhiredis -lhttp_parser -lm -lpthread -lcrypto
+LDLIBS := -lutf8proc -lxxhash -lhiredis -lhttp_parser -lm -lpthread -lcrypto
 ifneq ($(SAN),)
 CFLAGS  := $(filter-out -O3,$(CFLAGS)) -O1 -fno-omit-frame-pointer -fsanitize=$(SAN) -fno-sanitize-recover=all
 LDFLAGS += -fsanitize=$(SAN)

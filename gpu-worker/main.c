@@ -142,20 +142,6 @@ static int load_model(struct worker *worker, struct kvg_error *err)
     return 0;
 }
 
-/* MemAvailable in bytes; 0 where the system does not say. */
-static uint64_t available_memory(void)
-{
-    unsigned long long kib = 0;
-    char line[128];
-    FILE *file = fopen("/proc/meminfo", "re");
-    while (file && !kib && fgets(line, sizeof line, file))
-        if (sscanf(line, "MemAvailable: %llu kB", &kib) != 1)
-            kib = 0;
-    if (file)
-        fclose(file);
-    return (uint64_t)kib * 1024;
-}
-
 static int start_publisher(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
@@ -190,7 +176,7 @@ static int start_engine(struct worker *worker, struct kvg_error *err)
     struct engine_options engine = engine_options(options);
 
     if (options->gpu_memory_utilization > 0)
-        engine.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)available_memory());
+        engine.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)engine_available_memory());
     if (engine_open(&worker->engine, &engine, worker->model, worker->prompt_model, worker->publisher, err) < 0)
         return -1;
     log_cache(worker);

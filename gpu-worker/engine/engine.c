@@ -221,11 +221,11 @@ static void *run(void *context)
 /* ---- sizes ------------------------------------------------------------------------------------------------------------------
  */
 
-static uint64_t available_memory(void)
+uint64_t engine_available_memory(void)
 {
     unsigned long long kib = 0;
     char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
+    FILE *f = fopen("/proc/meminfo", "re");
 
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "MemAvailable: %llu", &kib) == 1)
@@ -240,7 +240,7 @@ static int choose_sizes(struct engine *engine, const struct engine_options *opti
                         struct kvg_error *err)
 {
     struct engine_info *info = &engine->info;
-    uint64_t budget = options->kv_cache_bytes, quarter = available_memory() / 4, most = (uint64_t)8 << 30;
+    uint64_t budget = options->kv_cache_bytes, quarter = engine_available_memory() / 4, most = (uint64_t)8 << 30;
 
     info->max_model_len = options->max_model_len ? options->max_model_len : model->max_position;
     info->block_size = options->block_size ? options->block_size : 32;

@@ -40,6 +40,9 @@ static inline uint32_t engine_max_outputs(const struct engine_options *options, 
     return max_num_seqs + (options->speculate_ngram ? ENGINE_MOST_DRAFTS : 0);
 }
 
+/* Bytes of memory that the machine can still give (MemAvailable); 0 where it does not say. */
+uint64_t engine_available_memory(void);
+
 /* model, prompt_model and publisher (may be NULL) stay the caller's and must outlive the engine. Starts the thread. */
 int engine_open(struct engine **out, const struct engine_options *options, struct model *model,
                 const struct kvg_prompt_model *prompt_model, struct publisher *publisher, struct kvg_error *err);

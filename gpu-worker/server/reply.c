@@ -4,18 +4,10 @@
 #include <string.h>
 #include "libprompt/utf8.h"
 
+/* OpenAI's two; what exactly is wrong is in `code`. The gateway's own errors use the same. */
 static const char *error_type(int status)
 {
-    switch (status) {
-    case 401:
-        return "authentication_error";
-    case 404:
-        return "not_found_error";
-    case 503:
-        return "service_unavailable_error";
-    default:
-        return status >= 500 ? "server_error" : "invalid_request_error";
-    }
+    return status >= 500 ? "server_error" : "invalid_request_error";
 }
 
 void error_json(struct kvg_buf *out, int status, const char *code, const struct kvg_error *err)

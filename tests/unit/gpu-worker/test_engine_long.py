@@ -19,7 +19,8 @@ def test_ten_minutes_of_shared_prefixes_and_cancellations(build):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["test_engine", "test_engine_text", "test_engine_soak", "test_engine_publish"])
+@pytest.mark.parametrize("name", ["test_engine", "test_engine_text", "test_engine_soak", "test_engine_publish", "test_server", "test_publish_queue",
+                                  "test_thread_pool"])
 def test_threads_under_thread_sanitizer(name):
     program = f"build-tsan/tests/unit/gpu-worker/{name}"
     subprocess.run(["make", "-s", "B=build-tsan", "SAN=thread", program], cwd=ROOT, check=True, timeout=880)
