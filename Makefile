@@ -12,12 +12,16 @@ VERSION := 0.1.0
 
 .DEFAULT_GOAL := all
 
+ifneq ($(words $(CURDIR)),1)
+$(error kvgate: the path "$(CURDIR)" has blanks in it, which make and nginx's configure cannot take: use a clone at another path)
+endif
+
 # ---- dependencies -----------------------------------------------------------------------------------------------------
 # APT builds and runs the stack, APT_TEST is what tests and developers need on top.
 APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates iproute2 procps util-linux \
        nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libssl-dev zlib1g-dev
-APT_TEST := g++ clang clang-format clang-tidy cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck
+APT_TEST := g++ clang clang-format clang-tidy cmake cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck
 PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 pytest-timeout==2.4.0 openai==3.57.0 redis==8.1.0 \
        requests==2.34.2 httpx[http2]==0.28.1 numpy==2.4.6 gguf==0.19.0 jinja2==3.1.6 transformers==5.24.0 tokenizers==0.23.3 \
        tiktoken==0.14.0 sentencepiece==0.2.3 protobuf==7.36.2 xxhash==4.1.0 pyyaml==6.0.4
@@ -26,15 +30,15 @@ VENV   := build/venv
 PYTHON := $(VENV)/bin/python
 MODELS := build/models
 
-build/.apt: ; @mkdir -p build && tests/tools/install_packages.sh $(APT) && touch $@
+build/.apt: Makefile ; @mkdir -p build && tests/tools/install_packages.sh $(APT) && touch $@
 build/.apt-test: build/.apt ; @tests/tools/install_packages.sh $(APT_TEST) && touch $@
 build/.venv: build/.apt ; @tests/tools/install_venv.sh $(VENV) && touch $@
 build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $@
 
 deps: build/.apt-test build/.pip
 models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2
-models-test: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 gemma3 vocabs shakespeare
-models-all: build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
+models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 gemma3 vocabs shakespeare
+models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 
 # ---- compiling --------------------------------------------------------------------------------------------------------
 WARN   := -Wall -Wextra -Werror -Wno-unused-parameter -Wno-missing-field-initializers
