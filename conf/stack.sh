@@ -87,7 +87,7 @@ need_port() {
     holder=$(ss -Hltnp "sport = :$2" 2>/dev/null | head -n 1)
     [ -z "$holder" ] && return
     say "port $2, which $1 needs, is taken: $(sed -n 's/.*users:((\([^)]*\)).*/\1/p' <<<"$holder")"
-    say "choose others: make run PORT=n, or PORT=n REDIS_PORT=n conf/stack.sh start"
+    say "choose others: make run PORT=n REDIS_PORT=n (the workers take the ports above PORT)"
     exit 1
 }
 
