@@ -188,6 +188,9 @@ bench-prompt: deps models-test
 bench-cache: deps models
 	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_cache.py
+bench-spec: deps models-all
+	$(MAKE) -j$(JOBS) programs
+	B=$(B) $(PYTHON) tests/bench/bench_spec.py
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h')
@@ -198,6 +201,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache \
+.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
         check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

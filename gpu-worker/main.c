@@ -23,6 +23,8 @@ struct worker {
     struct options options;
     struct kvg_prompt_model *prompt_model;
     struct model *model;
+    struct kvg_prompt_model *draft_prompt_model; /* with --speculative-model FILE */
+    struct model *draft_model;
     struct publisher *publisher;
     struct engine *engine;
     struct server *server;
@@ -95,8 +97,9 @@ static void prepare_process(sigset_t *ending)
 }
 
 /* What the flags say to the engine. */
-static struct engine_options engine_options(const struct options *options)
+static struct engine_options engine_options(const struct worker *worker)
 {
+    const struct options *options = &worker->options;
     return (struct engine_options){
         .model_name = options->served_model_name,
         .max_model_len = options->max_model_len,
@@ -108,9 +111,31 @@ static struct engine_options engine_options(const struct options *options)
         .disable_prefix_caching = options->disable_prefix_caching,
         .disable_chunked_prefill = options->disable_chunked_prefill,
         .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
-        .speculate_ngram = options->speculative_model != NULL,
+        .draft_model = worker->draft_model,
+        .draft_prompt_model = worker->draft_prompt_model,
+        .speculate_ngram = options->speculative_model && strcmp(options->speculative_model, "ngram") == 0,
         .num_speculative_tokens = options->num_speculative_tokens,
     };
+}
+
+static int load_draft_model(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    struct model_options model_options = {
+        .path = options->speculative_model,
+        .device = options->device,
+        .cpu_isa = options->cpu_isa,
+        .threads = options->threads,
+        .max_rows = options->max_num_batched_tokens,
+        .max_seqs = options->max_num_seqs,
+        .max_outputs = options->max_num_seqs,
+    };
+    if (!options->speculative_model || strcmp(options->speculative_model, "ngram") == 0)
+        return 0;
+    log_info("loading %s, which drafts", options->speculative_model);
+    if (kvg_prompt_model_open(&worker->draft_prompt_model, options->speculative_model, 0, err) < 0)
+        return -1;
+    return model_open(&worker->draft_model, &model_options, err);
 }
 
 static int load_model(struct worker *worker, struct kvg_error *err)
@@ -118,7 +143,7 @@ static int load_model(struct worker *worker, struct kvg_error *err)
     const struct options *options = &worker->options;
     int64_t started = monotonic_ms();
     struct progress progress = {started, options->model};
-    struct engine_options engine = engine_options(options);
+    struct engine_options engine;
     struct model_options model_options = {
         .path = options->model,
         .device = options->device,
@@ -126,10 +151,13 @@ static int load_model(struct worker *worker, struct kvg_error *err)
         .threads = options->threads,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
-        .max_outputs = engine_max_outputs(&engine, options->max_num_seqs),
         .progress = on_progress,
         .context = &progress,
     };
+    if (load_draft_model(worker, err) < 0)
+        return -1;
+    engine = engine_options(worker);
+    model_options.max_outputs = engine_max_outputs(&engine, options->max_num_seqs);
     log_info("loading %s", options->model);
     if (kvg_prompt_model_open(&worker->prompt_model, options->model, SEGMENT_MEMORY, err) < 0 ||
         model_open(&worker->model, &model_options, err) < 0)
@@ -164,6 +192,8 @@ static void log_cache(const struct worker *worker)
     struct engine_info info;
     engine_info(worker->engine, &info);
     size_t block_bytes = model_kv_block_bytes(worker->model, info.block_size);
+    if (worker->draft_model)
+        block_bytes += model_kv_block_bytes(worker->draft_model, info.block_size);
     uint32_t blocks_a_request = (info.max_model_len + info.block_size - 1) / info.block_size;
     log_info("KV cache: %zu bytes a block of %u tokens, %u blocks (%.0f MiB); %.2f requests of %u tokens fit", block_bytes,
              info.block_size, info.num_blocks, (double)block_bytes * info.num_blocks / (1 << 20),
@@ -173,7 +203,7 @@ static void log_cache(const struct worker *worker)
 static int start_engine(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
-    struct engine_options engine = engine_options(options);
+    struct engine_options engine = engine_options(worker);
 
     if (options->gpu_memory_utilization > 0)
         engine.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)engine_available_memory());
@@ -244,6 +274,10 @@ static void stop(struct worker *worker)
         model_close(worker->model);
     if (worker->prompt_model)
         kvg_prompt_model_close(worker->prompt_model);
+    if (worker->draft_model)
+        model_close(worker->draft_model);
+    if (worker->draft_prompt_model)
+        kvg_prompt_model_close(worker->draft_prompt_model);
 }
 
 int main(int argc, char **argv)

@@ -54,14 +54,14 @@ static const struct flag flags[] = {
     {"no-enable-chunked-prefill", ON, AT(disable_chunked_prefill), NULL, "compute each prompt in one step as far as it fits"},
     {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
      "order of waiting requests; priority: lower numbers first; default fcfs"},
-    {"speculative-model", CHOICE, AT(speculative_model), "ngram",
+    {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE",
      "draft several tokens and verify them in one step, which changes no output; ngram: what followed the last tokens when they "
-     "stood in the context before; default: none"},
+     "stood in the context before; FILE: the GGUF file of a smaller model with the same vocabulary; default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
      MOST_SPECULATIVE},
     {"speculative-config", TEXT, AT(speculative_config), "JSON",
-     "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5}"},
+     "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}"},
     {"spec-accept", CHOICE, AT(spec_accept), "coupled",
      "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts; default coupled"},
     {"device", CHOICE, AT(device), "auto|cpu|cuda",
@@ -223,15 +223,22 @@ static int check_advertise(const char *address, struct kvg_error *err)
 }
 
 /* One member of --speculative-config. */
-static int read_speculative_member(struct options *options, const struct kvg_json *member, struct kvg_error *err)
+static int read_speculative_member(struct options *options, const struct kvg_json *member, bool *by_model, struct kvg_error *err)
 {
     int64_t n;
 
-    if (kvg_str_eq(member->key, "method") || kvg_str_eq(member->key, "model")) {
-        if (member->type != KVG_JSON_STRING || !(kvg_str_eq(member->str, "ngram") || kvg_str_eq(member->str, "[ngram]")))
-            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" must be \"ngram\"", (int)member->key.len,
-                            member->key.bytes);
-        options->speculative_model = "ngram";
+    if (kvg_str_eq(member->key, "method")) {
+        if (member->type != KVG_JSON_STRING || !(kvg_str_eq(member->str, "ngram") || kvg_str_eq(member->str, "draft_model")))
+            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" must be \"ngram\" or \"draft_model\"");
+        *by_model = kvg_str_eq(member->str, "draft_model");
+        if (!*by_model)
+            options->speculative_model = "ngram";
+        return KVG_OK;
+    }
+    if (kvg_str_eq(member->key, "model")) {
+        if (member->type != KVG_JSON_STRING || member->str.len == 0 || member->str.len >= sizeof options->draft_buffer)
+            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"model\" must be the name of a GGUF file");
+        snprintf(options->draft_buffer, sizeof options->draft_buffer, "%.*s", (int)member->str.len, member->str.bytes);
         return KVG_OK;
     }
     if (!kvg_str_eq(member->key, "num_speculative_tokens"))
@@ -250,6 +257,7 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
     struct kvg_arena arena;
     struct kvg_json *config;
     struct kvg_error cause = {0};
+    bool by_model = false;
     int code = KVG_OK;
 
     kvg_arena_init(&arena, 1 << 16);
@@ -258,8 +266,14 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
     else if (config->type != KVG_JSON_OBJECT)
         code = kvg_fail(err, KVG_INVALID, "--speculative-config must be a JSON object");
     for (uint32_t i = 0; code == KVG_OK && i < config->n; i++)
-        code = read_speculative_member(options, &config->items[i], err);
+        code = read_speculative_member(options, &config->items[i], &by_model, err);
     kvg_arena_free(&arena);
+    if (code == KVG_OK && by_model && !options->draft_buffer[0])
+        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"draft_model\", but \"model\" names no file");
+    if (code == KVG_OK && !by_model && options->speculative_model && options->draft_buffer[0])
+        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"ngram\", which takes no \"model\"");
+    if (options->draft_buffer[0])
+        options->speculative_model = options->draft_buffer;
     return code;
 }
 

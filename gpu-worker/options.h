@@ -22,7 +22,7 @@ struct options {
     double gpu_memory_utilization; /* 0 = not given */
     bool disable_prefix_caching, disable_chunked_prefill;
     const char *scheduling_policy; /* "fcfs", "priority" */
-    const char *speculative_model; /* "ngram", or NULL: no drafts */
+    const char *speculative_model; /* "ngram", a GGUF file, or NULL: no drafts */
     const char *speculative_config, *spec_accept;
     uint32_t num_speculative_tokens;
     const char *device, *cpu_isa;
@@ -31,7 +31,7 @@ struct options {
     const char *log_level;
     bool help, version;
 
-    char name_buffer[129], id_buffer[129];
+    char name_buffer[129], id_buffer[129], draft_buffer[4096];
 };
 
 /* 0, or KVG_INVALID with one line that names the flag. Nothing else is checked once help or version is asked for. */

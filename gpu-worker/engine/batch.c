@@ -31,8 +31,7 @@ void batch_free(struct batch *batch)
     *batch = (struct batch){0};
 }
 
-/* How the token behind the sequence's last id is drawn. */
-static struct sample_row sampling_of(const struct sequence *seq, uint32_t output, uint32_t n_vocab)
+struct sample_row batch_sample_row(const struct sequence *seq, uint32_t output, uint32_t n_vocab)
 {
     const struct request *request = seq->request;
     const struct engine_params *params = &request->params;
@@ -74,7 +73,7 @@ static void add_draw(struct batch *batch, const struct plan_entry *entry)
 void batch_sampling(struct batch *batch, uint32_t n_vocab)
 {
     for (uint32_t i = 0; i < batch->n_draws; i++)
-        batch->samples[i] = sampling_of(batch->draws[i].seq, batch->draws[i].output, n_vocab);
+        batch->samples[i] = batch_sample_row(batch->draws[i].seq, batch->draws[i].output, n_vocab);
 }
 
 void batch_fill(struct batch *batch, const struct step_plan *plan)

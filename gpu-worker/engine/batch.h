@@ -35,5 +35,7 @@ struct batch {
 int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32_t max_outputs, struct kvg_error *err);
 void batch_free(struct batch *batch);
 void batch_fill(struct batch *batch, const struct step_plan *plan);
+/* How the token behind the sequence's last id is drawn from the output row. */
+struct sample_row batch_sample_row(const struct sequence *seq, uint32_t output, uint32_t n_vocab);
 /* Fills the samples of the next round. n_vocab: ids from it on are padding of the output matrix and cannot be drawn. */
 void batch_sampling(struct batch *batch, uint32_t n_vocab);

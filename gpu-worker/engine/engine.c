@@ -257,7 +257,10 @@ static int choose_sizes(struct engine *engine, const struct engine_options *opti
                         info->max_num_batched_tokens, info->max_model_len);
     if (budget == 0)
         budget = quarter < most ? quarter : most;
-    uint64_t bytes = model_kv_block_bytes(engine->step.model, info->block_size), blocks = budget / bytes;
+    uint64_t bytes = model_kv_block_bytes(engine->step.model, info->block_size);
+    if (options->draft_model)
+        bytes += model_kv_block_bytes(options->draft_model, info->block_size);
+    uint64_t blocks = budget / bytes;
     info->num_blocks = options->num_kv_blocks ? options->num_kv_blocks : (uint32_t)(blocks < 1u << 24 ? blocks : 1u << 24);
     if (info->num_blocks == 0)
         return kvg_fail(err, KVG_INVALID, "a KV cache of %llu bytes holds no block of %llu bytes", (unsigned long long)budget,
@@ -337,10 +340,17 @@ static int init_step(struct engine *engine, const struct engine_options *options
                                 .n_vocab = engine->world.n_vocab,
                                 .longest_piece = engine->world.longest_piece,
                                 .spec = {.n_slots = info->max_num_seqs,
-                                         .most_drafts = options->speculate_ngram ? ENGINE_MOST_DRAFTS : 0,
+                                         .most_drafts = engine_max_outputs(options, 0),
+                                         .ngram = options->speculate_ngram,
                                          .start = options->num_speculative_tokens,
                                          .fixed = options->fixed_drafts,
                                          .metrics = &engine->metrics},
+                                .drafter = {.model = options->draft_model,
+                                            .n_blocks = info->num_blocks,
+                                            .block_size = info->block_size,
+                                            .max_seqs = info->max_num_seqs,
+                                            .max_rows = info->max_num_batched_tokens,
+                                            .n_vocab = engine->world.n_vocab},
                                 .sched = {.max_num_seqs = info->max_num_seqs,
                                           .max_rows = info->max_num_batched_tokens,
                                           .block_size = info->block_size,
@@ -357,6 +367,15 @@ static int init_step(struct engine *engine, const struct engine_options *options
     return rc < 0 ? rc : step_init(&engine->step, &step, err);
 }
 
+static int check_draft_model(const struct engine_options *options, const struct kvg_prompt_model *prompt_model,
+                             struct kvg_error *err)
+{
+    if (!options->draft_model)
+        return 0;
+    return drafter_check_vocab(kvg_prompt_model_tokenizer(prompt_model), kvg_prompt_model_tokenizer(options->draft_prompt_model),
+                               model_info(options->draft_model)->n_vocab, err);
+}
+
 int engine_open(struct engine **out, const struct engine_options *options, struct model *model,
                 const struct kvg_prompt_model *prompt_model, struct publisher *publisher, struct kvg_error *err)
 {
@@ -370,7 +389,7 @@ int engine_open(struct engine **out, const struct engine_options *options, struc
     if ((rc = choose_sizes(engine, options, model_info(model), err)) < 0)
         goto fail;
     fill_world(engine, prompt_model, model_info(model));
-    if ((rc = init_step(engine, options, err)) < 0)
+    if ((rc = check_draft_model(options, prompt_model, err)) < 0 || (rc = init_step(engine, options, err)) < 0)
         goto fail;
     step_report(&engine->step);
     if (pthread_create(&engine->thread, NULL, run, engine) != 0) {

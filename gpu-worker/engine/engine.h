@@ -25,19 +25,21 @@ struct engine_options {
     uint32_t num_kv_blocks;          /* 0 = from kv_cache_bytes */
     uint64_t kv_cache_bytes;         /* 0 = a stated share of free memory */
     bool disable_prefix_caching, disable_chunked_prefill;
-    bool priority_scheduling;        /* false: first come, first served */
-    uint32_t fixed_chunk;            /* tests: prefill exactly this many rows a step; 0 = follows the measured rate */
-    uint32_t max_waiting;            /* choices queued before KVG_LIMIT; 0 = 4,096 */
-    bool speculate_ngram;            /* drafts by prompt lookup; changes no output */
-    uint32_t num_speculative_tokens; /* drafts of a sequence at first; 0 = 5 */
-    uint32_t fixed_drafts;           /* tests: always this many, whatever they cost; 0 = as it pays */
+    bool priority_scheduling;  /* false: first come, first served */
+    uint32_t fixed_chunk;      /* tests: prefill exactly this many rows a step; 0 = follows the measured rate */
+    uint32_t max_waiting;      /* choices queued before KVG_LIMIT; 0 = 4,096 */
+    struct model *draft_model; /* the caller's; drafts by a second model; NULL = none */
+    const struct kvg_prompt_model *draft_prompt_model; /* its tokenizer, checked against the model's */
+    bool speculate_ngram;                              /* drafts by prompt lookup; changes no output */
+    uint32_t num_speculative_tokens;                   /* drafts of a sequence at first; 0 = 5 */
+    uint32_t fixed_drafts;                             /* tests: always this many, whatever they cost; 0 = as it pays */
 };
 
 enum { ENGINE_MOST_DRAFTS = 128 }; /* in one step */
 /* Output rows that a step can have: the model's max_outputs must be as many. */
 static inline uint32_t engine_max_outputs(const struct engine_options *options, uint32_t max_num_seqs)
 {
-    return max_num_seqs + (options->speculate_ngram ? ENGINE_MOST_DRAFTS : 0);
+    return max_num_seqs + (options->speculate_ngram || options->draft_model ? ENGINE_MOST_DRAFTS : 0);
 }
 
 /* Bytes of memory that the machine can still give (MemAvailable); 0 where it does not say. */

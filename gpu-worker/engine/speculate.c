@@ -1,9 +1,14 @@
 #include "gpu-worker/engine/speculate.h"
 #include <stdlib.h>
 #include "gpu-worker/engine/ngram.h"
+#include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
 
+enum { BY_MODEL = NGRAM_LEVELS, LEVELS }; /* where a guess comes from: one of the runs of ngram.h, or the model */
 enum {
+    NEAR = 64,      /* tokens of missing KV that are always computed for drafts by the model */
+    ONE_IN = 16,    /* sequences that try the model however badly it did before */
+    TRIED = 8,      /* drafts after which a sequence's own acceptance counts */
     MOVE_EVERY = 5, /* verifications between two moves of a limit */
     PROBE_SOON = 2,
     PROBE_FIRST = 16,
@@ -26,7 +31,8 @@ struct speculator {
     uint32_t limit, since_move;
     double drafted, accepted; /* of the window */
     uint32_t level;           /* of the match that this step's drafts follow */
-    struct rate rates[NGRAM_LEVELS];
+    struct rate rates[LEVELS];
+    uint32_t n_drafted_kv;     /* ids whose KV the drafter has */
     uint32_t idle, probe_wait; /* steps that could have had drafts and did not; how many of them until one is tried */
     struct ngram ngram;
 };
@@ -37,16 +43,19 @@ struct candidate {
     struct speculator *slot;
     uint32_t at, most, n; /* what follows ids[at] is the guess; most drafts; drafts chosen */
     double share, reach;  /* probability of one more draft; of all up to the next one */
+    bool by_model;        /* the drafter makes them */
 };
 
 struct speculate {
     struct speculate_options options;
     uint32_t least, most;
-    struct speculator *slots;        /* [n_slots] */
-    struct candidate *candidates;    /* [n_slots] */
-    uint32_t *order;                 /* [most_drafts] candidates by the worth of their next draft */
-    struct rate rates[NGRAM_LEVELS]; /* of all sequences */
+    struct speculator *slots;         /* [n_slots] */
+    struct candidate *candidates;     /* [n_slots] */
+    uint32_t *order;                  /* [most_drafts] candidates by the worth of their next draft */
+    struct rate rates[LEVELS];        /* of all sequences */
+    struct draft_order *model_orders; /* [n_slots] */
     struct step_cost cost;
+    double model_seconds; /* of one draft by the model, for all sequences at once; 0 = not measured yet */
 };
 
 int speculate_open(struct speculate **out, const struct speculate_options *options, struct kvg_error *err)
@@ -63,9 +72,11 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
     spec->slots = calloc(options->n_slots, sizeof *spec->slots);
     spec->candidates = calloc(options->n_slots, sizeof *spec->candidates);
     spec->order = calloc(options->most_drafts, sizeof *spec->order);
-    for (int i = 0; i < NGRAM_LEVELS; i++)
+    spec->model_orders = calloc(options->n_slots, sizeof *spec->model_orders);
+    for (int i = 0; i < LEVELS; i++)
         spec->rates[i] = (struct rate){4, 2};
-    if (!spec->slots || !spec->candidates || !spec->order) {
+    if (!spec->slots || !spec->candidates || !spec->order || !spec->model_orders) {
+        spec->options.drafter = NULL;
         speculate_close(spec);
         return kvg_fail(err, KVG_NOMEM, "no memory for the drafts of %u sequences", options->n_slots);
     }
@@ -80,6 +91,8 @@ void speculate_close(struct speculate *spec)
     free(spec->slots);
     free(spec->candidates);
     free(spec->order);
+    free(spec->model_orders);
+    drafter_close(spec->options.drafter);
     free(spec);
 }
 
@@ -97,8 +110,9 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->since_move = slot->idle = 0;
     slot->drafted = slot->accepted = 0;
     slot->probe_wait = PROBE_FIRST;
-    for (int i = 0; i < NGRAM_LEVELS; i++)
+    for (int i = 0; i < LEVELS; i++)
         slot->rates[i] = (struct rate){0};
+    slot->n_drafted_kv = spec->options.drafter ? drafter_covered(spec->options.drafter, seq) : 0;
     ngram_reset(&slot->ngram, seq->limit);
     return slot;
 }
@@ -108,6 +122,48 @@ static double chance(const struct speculate *spec, const struct speculator *slot
 {
     const struct rate *own = &slot->rates[slot->level], *all = &spec->rates[slot->level];
     return (own->accepted + prior_weight * all->accepted / all->tried) / (own->tried + prior_weight);
+}
+
+/* A guess from the context, as good as the sequence's runs of that length were so far. */
+static bool guess_from_context(struct speculate *spec, struct candidate *c)
+{
+    if (!spec->options.ngram)
+        return false;
+    c->at = ngram_find(&c->slot->ngram, c->seq->ids, c->seq->n_ids, &c->slot->level);
+    return c->at != 0;
+}
+
+/* Whether the model may be asked. Where it lacks much KV, as at first or after a long time of doing without it, only for a
+ * sequence that does not know yet how well the model does, if it did well for others or one of them is to try again. */
+static bool guess_from_model(const struct speculate *spec, const struct candidate *c)
+{
+    const struct rate *own = &c->slot->rates[BY_MODEL], *all = &spec->rates[BY_MODEL];
+
+    if (!spec->options.drafter || c->seq->n_ids + c->most > drafter_longest(spec->options.drafter))
+        return false;
+    return spec->options.fixed || c->seq->n_ids - c->slot->n_drafted_kv <= NEAR ||
+           (own->tried < TRIED && (all->accepted > 0.3 * all->tried || c->seq->number % ONE_IN == 0));
+}
+
+/* Where the sequence's guess of this step comes from; false: there is none. */
+static bool find_guess(struct speculate *spec, struct candidate *c)
+{
+    struct speculator *slot = c->slot;
+    bool from_context = guess_from_context(spec, c);
+
+    if (from_context)
+        c->share = chance(spec, slot);
+    if (!guess_from_model(spec, c))
+        return from_context;
+    uint32_t level = slot->level;
+    slot->level = BY_MODEL;
+    double share = chance(spec, slot);
+    c->by_model = !from_context || share > c->share;
+    if (c->by_model)
+        c->share = share;
+    else
+        slot->level = level;
+    return true;
 }
 
 static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running, uint32_t *n_decodes)
@@ -122,12 +178,14 @@ static uint32_t find_candidates(struct speculate *spec, struct sequence *const *
             continue;
         ++*n_decodes;
         struct speculator *slot = slot_of(spec, seq);
-        uint32_t at = ngram_find(&slot->ngram, seq->ids, seq->n_ids, &slot->level), room = seq->limit - seq->n_ids - 1;
-        if (!at || !room)
+        uint32_t room = seq->limit - seq->n_ids - 1;
+        struct candidate c = {.seq = seq, .slot = slot, .most = slot->limit < room ? slot->limit : room};
+        if (slot->n_drafted_kv >= seq->n_ids)
+            slot->n_drafted_kv = seq->n_ids - 1; /* drafts behind it were rejected */
+        if (c.most == 0 || !find_guess(spec, &c))
             continue;
-        double share = chance(spec, slot);
-        spec->candidates[n++] = (struct candidate){
-            .seq = seq, .slot = slot, .at = at, .most = slot->limit < room ? slot->limit : room, .share = share, .reach = share};
+        c.reach = c.share;
+        spec->candidates[n++] = c;
     }
     return n;
 }
@@ -149,7 +207,7 @@ static struct candidate *most_promising(struct speculate *spec, uint32_t n)
 static void choose_by_goodput(struct speculate *spec, uint32_t n, uint32_t n_decodes)
 {
     double tokens = n_decodes, plain = tokens / step_cost_of(&spec->cost, n_decodes), best = least_gain * plain;
-    uint32_t n_best = 0, n_order = 0;
+    uint32_t n_best = 0, n_order = 0, depth = 0; /* depth: drafts by the model, one after the other */
     struct candidate *next;
 
     while (n_order < spec->options.most_drafts && (next = most_promising(spec, n))) {
@@ -157,7 +215,9 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, uint32_t n_dec
         next->reach *= next->share;
         next->n++;
         spec->order[n_order++] = (uint32_t)(next - spec->candidates);
-        double goodput = tokens / step_cost_of(&spec->cost, n_decodes + n_order);
+        if (next->by_model && next->n > depth)
+            depth = next->n;
+        double cost = step_cost_of(&spec->cost, n_decodes + n_order) + depth * spec->model_seconds, goodput = tokens / cost;
         if (goodput > best) {
             best = goodput;
             n_best = n_order;
@@ -181,18 +241,80 @@ static void add_probes(struct speculate *spec, uint32_t n)
 }
 
 /* What followed the match, and, where that runs into the drafts, the drafts themselves: a period goes on. */
-static void write_drafts(struct candidate *c)
+static void copy_drafts(struct candidate *c)
 {
     struct sequence *seq = c->seq;
 
     for (uint32_t i = 0; i < c->n; i++)
         seq->ids[seq->n_ids + i] = seq->ids[c->at + i];
-    seq->n_drafts = c->n;
+}
+
+/* Blocks for drafts by the model, as far as every running sequence can still get one. */
+static bool has_blocks(struct speculate *spec, struct candidate *c, uint32_t n_running)
+{
+    struct kv_cache *cache = spec->options.cache;
+    return cache_available(cache) > n_running + 1 && cache_grow(cache, &c->seq->held, c->seq->n_ids + c->n) == 0;
+}
+
+static void ask_model(struct speculate *spec, uint32_t n, uint32_t n_running)
+{
+    uint32_t n_orders = 0, at = 0;
+    bool near = true; /* no more than a token or two of KV are missing: what it takes can be told of others */
+
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (!c->by_model || c->n == 0)
+            continue;
+        if (!has_blocks(spec, c, n_running))
+            c->n = 0;
+        else
+            spec->model_orders[n_orders++] = (struct draft_order){.seq = c->seq, .n_computed = c->slot->n_drafted_kv, .n = c->n};
+        near &= c->seq->n_ids - c->slot->n_drafted_kv <= 2;
+    }
+    if (n_orders == 0)
+        return;
+    double start = step_now();
+    uint32_t made = drafter_run(spec->options.drafter, spec->model_orders, n_orders);
+    double seconds = (step_now() - start) / made;
+    if (near)
+        spec->model_seconds += spec->model_seconds > 0 ? 0.2 * (seconds - spec->model_seconds) : seconds;
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (!c->by_model || c->n == 0)
+            continue;
+        c->n = spec->model_orders[at].n;
+        c->slot->n_drafted_kv = spec->model_orders[at++].n_computed;
+    }
+}
+
+/* What was chosen is written, within the most that a step may have. */
+static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
+{
+    struct engine_metrics *m = spec->options.metrics;
+    uint32_t left = spec->options.most_drafts, n_drafting = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        c->n = c->n < left ? c->n : left;
+        left -= c->n;
+        if (!c->by_model)
+            copy_drafts(c);
+    }
+    ask_model(spec, n, n_running);
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        c->seq->n_drafts = c->n;
+        if (c->n) {
+            n_drafting++;
+            m->spec_limit = c->slot->limit;
+        }
+    }
+    m->spec_sequences = n_drafting;
 }
 
 void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
 {
-    uint32_t n_decodes, n = find_candidates(spec, running, n_running, &n_decodes), total = 0, n_drafting = 0;
+    uint32_t n_decodes, n = find_candidates(spec, running, n_running, &n_decodes);
 
     if (spec->options.fixed) {
         for (uint32_t i = 0; i < n; i++)
@@ -201,18 +323,7 @@ void speculate_propose(struct speculate *spec, struct sequence *const *running, 
         choose_by_goodput(spec, n, n_decodes);
         add_probes(spec, n);
     } /* else the cost of a plain step is to be measured */
-    for (uint32_t i = 0; i < n; i++) {
-        struct candidate *c = &spec->candidates[i];
-        if (c->n > spec->options.most_drafts - total)
-            c->n = spec->options.most_drafts - total;
-        total += c->n;
-        write_drafts(c);
-        if (c->n) {
-            n_drafting++;
-            spec->options.metrics->spec_limit = c->slot->limit;
-        }
-    }
-    spec->options.metrics->spec_sequences = n_drafting;
+    write_drafts(spec, n, n_running);
 }
 
 /* ---- what came of them ----------------------------------------------------------------------------------------------------- */

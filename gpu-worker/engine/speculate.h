@@ -13,9 +13,12 @@
  * steps of that many rows take. No drafts may well be best; then one is tried now and then, ever more rarely while it fails.
  * (Goodput as in SmartSpec, arXiv 2406.14066.)
  *
+ * Guesses come from the context (ngram.h) or from a second model (drafter.h); with both, the one with the better chance.
+ *
  * Engine thread only; nothing allocates after speculate_open.
  */
 #pragma once
+#include "gpu-worker/engine/drafter.h"
 #include "gpu-worker/engine/scheduler.h"
 #include "gpu-worker/metrics.h"
 #include "libprompt/error.h"
@@ -25,10 +28,13 @@ struct speculate;
 enum { SPECULATE_START = 5, SPECULATE_LEAST = 2, SPECULATE_MOST = 10 };
 
 struct speculate_options {
-    uint32_t n_slots;     /* max_num_seqs */
-    uint32_t most_drafts; /* in one step, of all sequences */
-    uint32_t start;       /* a sequence's first limit of drafts; beyond 2 to 10 it widens that range. 0 = 5 */
-    uint32_t fixed;       /* tests: always this many, whatever it costs; 0 = as described */
+    uint32_t n_slots;        /* max_num_seqs */
+    uint32_t most_drafts;    /* in one step, of all sequences */
+    uint32_t start;          /* a sequence's first limit of drafts; beyond 2 to 10 it widens that range. 0 = 5 */
+    uint32_t fixed;          /* tests: always this many, whatever it costs; 0 = as described */
+    bool ngram;              /* guesses from the context */
+    struct drafter *drafter; /* guesses from a model; may be NULL. Then closed by speculate_close */
+    struct kv_cache *cache;  /* only with a drafter: it needs blocks for drafts before the step is planned */
     struct engine_metrics *metrics;
 };
 

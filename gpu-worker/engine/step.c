@@ -39,6 +39,18 @@ static void on_evicted(void *context, const struct kvg_hash *hash, size_t n)
 
 /* ---- life ------------------------------------------------------------------------------------------------------------------ */
 
+static int open_speculation(struct stepper *step, const struct step_options *options, struct kvg_error *err)
+{
+    struct speculate_options spec = options->spec;
+    int rc = options->drafter.model ? drafter_open(&spec.drafter, &options->drafter, err) : 0;
+
+    spec.cache = step->cache;
+    if (rc < 0 || (rc = speculate_open(&step->spec, &spec, err)) == 0)
+        return rc;
+    drafter_close(spec.drafter);
+    return rc;
+}
+
 int step_init(struct stepper *step, const struct step_options *options, struct kvg_error *err)
 {
     struct cache_options cache = {.n_blocks = options->n_blocks,
@@ -54,7 +66,7 @@ int step_init(struct stepper *step, const struct step_options *options, struct k
         (rc = sched_init(&step->sched, &options->sched, step->cache, err)) < 0 ||
         (rc = batch_init(&step->batch, options->sched.max_rows, options->sched.max_num_seqs,
                          options->sched.max_num_seqs + options->spec.most_drafts, err)) < 0 ||
-        (options->spec.most_drafts && (rc = speculate_open(&step->spec, &options->spec, err)) < 0))
+        (options->spec.most_drafts && (rc = open_speculation(step, options, err)) < 0))
         return rc;
     step->plan.entries = calloc(options->sched.max_num_seqs, sizeof *step->plan.entries);
     step->output.piece = malloc(options->longest_piece + 8);
@@ -227,8 +239,9 @@ static bool commit(struct stepper *step, struct draw *draw, const struct sample_
     output_commit(&step->output, seq, result, &event);
     draw->n_accepted += accepted;
     bool goes_on = accepted && event.finish == FINISH_NONE;
-    if (draw->n_proposed && !goes_on) {
-        speculate_verified(step->spec, seq, draw->n_proposed, draw->n_accepted, event.finish != FINISH_NONE);
+    if (step->spec && !goes_on) {
+        if (draw->n_proposed)
+            speculate_verified(step->spec, seq, draw->n_proposed, draw->n_accepted, event.finish != FINISH_NONE);
         cache_trim(step->cache, &seq->held, seq->n_ids);
     }
     emit(step, seq, &event, now);
@@ -257,10 +270,9 @@ static void emit_tokens(struct stepper *step, double now)
 
 void step_run(struct stepper *step)
 {
-    double start = step_now();
-
     if (step->spec)
         speculate_propose(step->spec, step->sched.running, step->sched.n_running);
+    double start = step_now();
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);

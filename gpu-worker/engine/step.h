@@ -28,7 +28,8 @@ struct stepper {
 
 struct step_options {
     struct scheduler_options sched;
-    struct speculate_options spec; /* most_drafts 0: no drafts */
+    struct speculate_options spec;  /* most_drafts 0: no drafts */
+    struct drafter_options drafter; /* model NULL: none */
     uint32_t n_blocks;
     uint32_t n_vocab;     /* ids that may be drawn */
     size_t longest_piece; /* bytes that one token's text can come to */

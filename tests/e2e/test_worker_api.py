@@ -504,17 +504,21 @@ def test_flags_are_checked(build, models):
     for flags in ([], ["--nonsense"], ["--model"], ["--model", model, "--port", "70000"], ["--model", model, "--block-size", "33"],
                   ["--model", model, "--kv-cache-memory", "lots"], ["--model", model, "--device", "tpu"], ["--model", model, "stray"],
                   ["--model", model, "--redis", "redis://127.0.0.1"], ["--model", model, "--served-model-name", "a b"],
-                  ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", "eagle"],
+                  ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", ""],
                   ["--model", model, "--num-speculative-tokens", "5"], ["--model", model, "--spec-accept", "rejection"],
                   ["--model", model, "--speculative-config", "{"], ["--model", model, "--speculative-config", "[]"],
                   ["--model", model, "--speculative-config", '{"method": "medusa"}'],
                   ["--model", model, "--speculative-config", '{"method": "ngram", "draft_tensor_parallel_size": 2}'],
                   ["--model", model, "--speculative-config", '{"num_speculative_tokens": 5}'],
+                  ["--model", model, "--speculative-config", '{"method": "draft_model"}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "model": "x.gguf"}'],
                   ["--model", model, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 17}'],
                   ["--model", model, "--speculative-model", "ngram", "--speculative-config", '{"method": "ngram"}']):
         done = run_flags(program, *flags)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (flags, done)
-    for flags in (["--model", "/nonexistent"], ["--model", model, "--device", "cuda"]):
+    for flags in (["--model", "/nonexistent"], ["--model", model, "--device", "cuda"],
+                  ["--model", model, "--speculative-model", "/nonexistent"],
+                  ["--model", model, "--speculative-config", '{"model": "/nonexistent"}']):
         done = run_flags(program, *flags)
         assert done.returncode not in (0, 2) and "error" in done.stderr.splitlines()[-1], (flags, done)
 

@@ -30,9 +30,12 @@ struct world {
     struct model *model;
     struct kvg_prompt_model *prompt_model;
     struct engine *engine;
+    struct model *draft_model;
+    struct kvg_prompt_model *draft_prompt_model;
 };
 
 static struct publisher *the_publisher; /* what open_world gives the engine; NULL in most tests */
+static const char *the_draft;           /* the file of its draft model; NULL in most tests */
 
 /* Writes a toy model by the shared tool; `what` are its arguments. The caller unlinks the file. */
 static inline void write_toy(char path[64], const char *what)
@@ -66,10 +69,33 @@ static inline void write_script(char path[64], const char *table)
     write_script_with(path, "", table);
 }
 
+static inline void open_draft(struct world *w, struct engine_options *options)
+{
+    struct model_options model = {.path = the_draft, .threads = 1, .max_rows = 2048, .max_seqs = 64};
+    struct kvg_error err;
+
+    if (model_open(&w->draft_model, &model, &err) < 0 || kvg_prompt_model_open(&w->draft_prompt_model, the_draft, 0, &err) < 0)
+        fail_msg("%s: %s", the_draft, err.message);
+    options->draft_model = w->draft_model;
+    options->draft_prompt_model = w->draft_prompt_model;
+}
+
+static inline void close_draft(struct world *w)
+{
+    if (!w->draft_model)
+        return;
+    model_close(w->draft_model);
+    kvg_prompt_model_close(w->draft_prompt_model);
+}
+
 static inline void open_world(struct world *w, const char *path, struct engine_options options)
 {
     struct kvg_error err;
     uint32_t max_seqs = options.max_num_seqs ? options.max_num_seqs : 64;
+
+    w->draft_model = NULL;
+    if (the_draft)
+        open_draft(w, &options);
     struct model_options model = {.path = path,
                                   .threads = 1, /* many programs share the machine while tests run */
                                   .max_rows = options.max_num_batched_tokens ? options.max_num_batched_tokens : 2048,
@@ -96,6 +122,7 @@ static inline void close_world(struct world *w)
     engine_close(w->engine);
     model_close(w->model);
     kvg_prompt_model_close(w->prompt_model);
+    close_draft(w);
 }
 
 /* ---- one request ----------------------------------------------------------------------------------------------------------- */

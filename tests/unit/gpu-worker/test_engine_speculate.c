@@ -3,13 +3,17 @@
  */
 #include <math.h>
 #include "engine_world.h"
+#include "gpu-worker/engine/drafter.h"
 
 enum { MOST = 16, N_PARAMS = 8, MAX_TOKENS = 60 };
 
-/* After 97 + i most likely 97 + i + 1 of a ring of ten, else any of the ring; what came before shifts it a little. */
-#define RING "{97 + i: {97 + j: (6.0 if j == (i + 1) % 10 else 3.0) for j in range(10)} for i in range(10)}, history=0.05"
+static bool with_ngram = true; /* what the engines of these tests draft from, beside the_draft */
 
-static char ring[64], toy[64];
+/* After 97 + i most likely 97 + i + 1 of a ring of ten, else any of the ring; what came before shifts it a little. */
+#define RING(five)                                                                                                               \
+    "{97 + i: {97 + j: (6.0 if j == (" five " if i == 5 else i + 1) % 10 else 3.0) for j in range(10)} for i in range(10)}"
+
+static char ring[64], plain_ring[64], toy[64]; /* plain_ring: without the history, and wrong after 97 + 5 */
 static uint32_t ids[MOST][256];
 static struct call want[MOST], have[MOST], gate;
 
@@ -120,7 +124,8 @@ static void all_at_once(struct world *w, uint32_t n)
 static void expect_drafts(struct world *w)
 {
     uint64_t drafted = engine_metrics(w->engine)->spec_drafted, accepted = engine_metrics(w->engine)->spec_accepted;
-    assert_true(accepted > 0);
+    assert_true(drafted > 0);
+    assert_true(accepted > 0 || the_draft == toy);
     assert_true(accepted < drafted);
 }
 
@@ -128,8 +133,9 @@ static void check_numbers_of_drafts(const char *path)
 {
     for (uint32_t k = 0; k <= 8; k++) { /* 0: as it pays */
         struct world w;
-        open_world(&w, path,
-                   (struct engine_options){.num_kv_blocks = 400, .block_size = 16, .speculate_ngram = true, .fixed_drafts = k});
+        open_world(
+            &w, path,
+            (struct engine_options){.num_kv_blocks = 400, .block_size = 16, .speculate_ngram = with_ngram, .fixed_drafts = k});
         for (uint32_t i = 0; i < N_PARAMS; i++) {
             start(&w, &have[i], i);
             wait_call(&have[i]);
@@ -153,7 +159,7 @@ static void check_batches(const char *path)
                                                .fixed_chunk = chunks[i],
                                                .max_num_batched_tokens = i ? 2048 : 48,
                                                .max_num_seqs = 24,
-                                               .speculate_ngram = true,
+                                               .speculate_ngram = with_ngram,
                                                .fixed_drafts = k});
             all_at_once(&w, N_PARAMS); /* cold */
             all_at_once(&w, MOST);     /* half of them cached */
@@ -171,7 +177,7 @@ static void check_preempted(const char *path)
                    (struct engine_options){.num_kv_blocks = 16,
                                            .block_size = 16,
                                            .disable_prefix_caching = k == 5,
-                                           .speculate_ngram = true,
+                                           .speculate_ngram = with_ngram,
                                            .fixed_drafts = k});
         all_at_once(&w, N_PARAMS);
         assert_true(engine_metrics(w.engine)->preemptions > 0);
@@ -192,6 +198,106 @@ static void drafts_change_no_bit(void **state)
     }
 }
 
+/* A draft model that mostly guesses right, and one that knows nothing, both beside prompt lookup and without it. */
+static void a_draft_model_changes_no_bit(void **state)
+{
+    make_prompts(true);
+    compute_reference(ring, MOST);
+    for (int i = 0; i < 3; i++) {
+        the_draft = i ? plain_ring : toy;
+        with_ngram = i == 2;
+        check_numbers_of_drafts(ring);
+        check_batches(ring);
+        check_preempted(ring);
+    }
+    the_draft = NULL;
+    with_ngram = true;
+}
+
+/* The model itself as its draft model: whatever is drafted is right, so KV, positions and noise of the drafts are. */
+static void a_model_guesses_itself(void **state)
+{
+    struct world w;
+
+    the_draft = toy;
+    with_ngram = false;
+    make_prompts(false);
+    for (uint32_t k = 1; k <= 7; k += 3) {
+        open_world(&w, toy, (struct engine_options){.num_kv_blocks = 40, .block_size = 16, .fixed_chunk = 40, .fixed_drafts = k});
+        struct engine_metrics *m = engine_metrics(w.engine);
+        for (uint32_t i = 0; i < 4; i++) {
+            struct engine_params params = default_params(60);
+            params.temperature = i % 2 ? 0.8f : 0;
+            params.seed = i;
+            run_call(&w, &have[0], ids[i % 2], 200 - 60 * (i / 2), &params); /* the third and fourth are cached */
+        }
+        print_message("%u drafts at once: %llu of %llu accepted\n", k, (unsigned long long)m->spec_accepted,
+                      (unsigned long long)m->spec_drafted);
+        assert_true(m->spec_drafted >= 4 * 60 * k / (k + 1) - 16);
+        assert_int_equal(m->spec_accepted, m->spec_drafted);
+        close_world(&w);
+    }
+    the_draft = NULL;
+    with_ngram = true;
+}
+
+static int try_draft(const char *path, struct kvg_error *err)
+{
+    struct kvg_prompt_model *target, *draft;
+
+    assert_int_equal(kvg_prompt_model_open(&target, toy, 0, err), 0);
+    assert_int_equal(kvg_prompt_model_open(&draft, path, 0, err), 0);
+    uint32_t n = kvg_tokenizer_info(kvg_prompt_model_tokenizer(draft))->n_vocab;
+    int rc = drafter_check_vocab(kvg_prompt_model_tokenizer(target), kvg_prompt_model_tokenizer(draft), n, err);
+    kvg_prompt_model_close(target);
+    kvg_prompt_model_close(draft);
+    return rc;
+}
+
+static void another_vocabulary_is_refused(void **state)
+{
+    struct kvg_error err;
+    char path[64];
+
+    write_script_with(path, "pieces=['zzz']", "{}"); /* the control tokens come one id later */
+    assert_int_equal(try_draft(path, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "id 256 is \"zzz\", the model's is \"<|endoftext|>\""));
+    unlink(path);
+    write_script_with(path, "control=('<|endoftext|>', '<|im_end|>')", "{}");
+    assert_int_equal(try_draft(path, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "id 257"));
+    unlink(path);
+    assert_int_equal(try_draft(ring, &err), 0);
+    write_script_with(path, "user_defined=['<more>']", "{}"); /* further ids of the draft model do no harm */
+    assert_int_equal(try_draft(path, &err), 0);
+    unlink(path);
+}
+
+/* The draft model's most probable token is one that the model does not have, in rows that the model does not have. */
+static void drafts_are_ids_of_the_model(void **state)
+{
+    struct engine_params params = default_params(30);
+    struct world w;
+    char path[64];
+
+    write_script_with(path, "user_defined=['<more>']",
+                      "{97 + i: {v.id('<more>'): 9.0, 97 + (i + 1) % 10: 8.0} for i in range(10)}, rows=1152, pad_logit=20.0");
+    make_prompts(true);
+    compute_reference(plain_ring, 1);
+    the_draft = path;
+    with_ngram = false;
+    open_world(&w, plain_ring, (struct engine_options){.num_kv_blocks = 100, .fixed_drafts = 4});
+    start(&w, &have[0], 0);
+    wait_call(&have[0]);
+    expect_same(&have[0], &want[0]);
+    run_call(&w, &have[0], ids[0], 40, &params);
+    assert_true(engine_metrics(w.engine)->spec_accepted > 10);
+    close_world(&w);
+    the_draft = NULL;
+    with_ngram = true;
+    unlink(path);
+}
+
 /* The shortest drafts of all: one token, from the shortest prompt that has one. */
 static void a_single_draft_is_verified(void **state)
 {
@@ -200,7 +306,7 @@ static void a_single_draft_is_verified(void **state)
     struct world plain, w;
 
     open_world(&plain, toy, (struct engine_options){.num_kv_blocks = 100});
-    open_world(&w, toy, (struct engine_options){.num_kv_blocks = 100, .speculate_ngram = true, .fixed_drafts = 1});
+    open_world(&w, toy, (struct engine_options){.num_kv_blocks = 100, .speculate_ngram = with_ngram, .fixed_drafts = 1});
     for (uint32_t i = 0; i < 64; i++) {
         for (int k = 0; k < 3; k++)
             same[i][k] = i;
@@ -237,7 +343,7 @@ static void rejected_drafts_hold_no_block(void **state)
 
     make_prompts(true);
     open_world(&w, ring,
-               (struct engine_options){.num_kv_blocks = 100, .block_size = 16, .speculate_ngram = true, .fixed_drafts = 8});
+               (struct engine_options){.num_kv_blocks = 100, .block_size = 16, .speculate_ngram = with_ngram, .fixed_drafts = 8});
     for (uint32_t i = 0; i < 4; i++) {
         struct watch watch = {.metrics = engine_metrics(w.engine)};
         struct engine_params params = default_params(100);
@@ -305,7 +411,7 @@ static void open_letters(void)
 {
     open_world(&plain_world, letters, (struct engine_options){.num_kv_blocks = 200, .block_size = 16});
     open_world(&spec_world, letters,
-               (struct engine_options){.num_kv_blocks = 200, .block_size = 16, .speculate_ngram = true, .fixed_drafts = 5});
+               (struct engine_options){.num_kv_blocks = 200, .block_size = 16, .speculate_ngram = with_ngram, .fixed_drafts = 5});
     eos = kvg_tokenizer_info(kvg_prompt_model_tokenizer(plain_world.prompt_model))->end_ids[0];
 }
 
@@ -418,7 +524,7 @@ static void draws_follow_the_distribution(void **state)
     struct world w;
 
     write_script(dice, DICE ", floor=-20.0");
-    open_world(&w, dice, (struct engine_options){.num_kv_blocks = 300, .speculate_ngram = true, .fixed_drafts = 4});
+    open_world(&w, dice, (struct engine_options){.num_kv_blocks = 300, .speculate_ngram = with_ngram, .fixed_drafts = 4});
     for (int i = 0; i < 2; i++) {
         uint64_t seen[10] = {0}, n = 0;
         for (uint64_t seed = 0; seed < 40; seed++) {
@@ -456,7 +562,7 @@ static void smollm2(void **state)
     compute_reference(SMOLLM2, 4);
     open_world(&w, SMOLLM2,
                (struct engine_options){
-                   .num_kv_blocks = 100, .max_num_seqs = 8, .fixed_chunk = 32, .speculate_ngram = true, .fixed_drafts = 5});
+                   .num_kv_blocks = 100, .max_num_seqs = 8, .fixed_chunk = 32, .speculate_ngram = with_ngram, .fixed_drafts = 5});
     all_at_once(&w, 4);
     expect_drafts(&w);
     close_world(&w);
@@ -465,7 +571,8 @@ static void smollm2(void **state)
 static int set_up(void **state)
 {
     write_toy(toy, "random --layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 96 --context 2048");
-    write_script(ring, RING);
+    write_script(ring, RING("6") ", history=0.05");
+    write_script(plain_ring, RING("2"));
     write_script(letters, LETTERS);
     return 0;
 }
@@ -474,6 +581,7 @@ static int tear_down(void **state)
 {
     unlink(toy);
     unlink(ring);
+    unlink(plain_ring);
     return unlink(letters);
 }
 
@@ -481,6 +589,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(drafts_change_no_bit),
+        cmocka_unit_test(a_draft_model_changes_no_bit),
+        cmocka_unit_test(a_model_guesses_itself),
+        cmocka_unit_test(another_vocabulary_is_refused),
+        cmocka_unit_test(drafts_are_ids_of_the_model),
         cmocka_unit_test(a_single_draft_is_verified),
         cmocka_unit_test(rejected_drafts_hold_no_block),
         cmocka_unit_test(the_end_token_in_a_run_ends_it),

@@ -27,6 +27,7 @@ static void open_world(uint32_t n, struct speculate_options options)
     options.n_slots = MOST;
     options.most_drafts = 128;
     options.metrics = &metrics;
+    options.ngram = true;
     assert_int_equal(speculate_open(&spec, &options, &err), 0);
     for (uint32_t i = 0; i < n; i++) {
         for (uint32_t k = 0; k < LONGEST; k++)

@@ -1,0 +1,53 @@
+/* Drafts from a second, smaller model with the same vocabulary.
+ *
+ * Its KV lies in a pool of its own with as many blocks as the target's, and a sequence's block table serves both: position p of a
+ * sequence is at the same place in both pools. So a block that is found in the prefix cache brings the draft model's KV along,
+ * if that was computed; a block's mark, the chain hash of its ids, says so. What is missing is computed before the first draft.
+ *
+ *   ids         | prompt, generated ............ | drafts being made |
+ *                                        n_ids
+ *   n_computed  |<- draft model's KV ->|
+ *
+ * A draft is drawn with the same parameters and the same noise as the target's token of its position, so that the two are equal
+ * as often as they can be (arXiv 2408.07978). Marks and KV may be wrong after blocks changed hands: then drafts are bad guesses,
+ * and nothing else. Engine thread only; nothing allocates after drafter_open.
+ */
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+#include "gpu-worker/engine/request.h"
+#include "gpu-worker/model/model.h"
+#include "libprompt/error.h"
+#include "libprompt/tokenizer.h"
+
+struct drafter;
+
+struct drafter_options {
+    struct model *model; /* the caller's; its KV pool is allocated here */
+    uint32_t n_blocks, block_size;
+    uint32_t max_seqs, max_rows; /* at most what the model was opened for */
+    uint32_t n_vocab;            /* ids that may be drawn: the target's */
+};
+
+/* Drafts wanted of one sequence, whose table has blocks for them; n becomes what could be had. */
+struct draft_order {
+    struct sequence *seq;
+    uint32_t n_computed; /* whose KV the draft model has; moves on */
+    uint32_t n;
+};
+
+/* Whether drafts of one vocabulary are tokens of the other: KVG_INVALID names the first id that differs. Ids behind the target's
+ * last are never drafted, and rows of the embedding beyond both vocabularies do not matter. */
+int drafter_check_vocab(const struct kvg_tokenizer *target, const struct kvg_tokenizer *draft, uint32_t draft_rows,
+                        struct kvg_error *err);
+
+int drafter_open(struct drafter **out, const struct drafter_options *options, struct kvg_error *err);
+void drafter_close(struct drafter *drafter);
+
+/* How many of the sequence's ids the draft model's KV covers, by the marks of its blocks. */
+uint32_t drafter_covered(const struct drafter *drafter, const struct sequence *seq);
+/* Most ids that a sequence may come to with its drafts. */
+uint32_t drafter_longest(const struct drafter *drafter);
+/* Writes drafts behind the sequences' ids. One that lacks more KV than a step may compute gets some of it and no drafts. Returns
+ * how many forwards ran. */
+uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n);
