@@ -156,7 +156,8 @@ ngx_http_kvgate_free_peer(ngx_peer_connection_t *pc, void *data, ngx_uint_t stat
         pc->tries--;
     }
 
-    if (state & NGX_PEER_FAILED) {
+    /* NEXT: a 403 or 404 that proxy_next_upstream names */
+    if (state & (NGX_PEER_FAILED|NGX_PEER_NEXT)) {
         ngx_http_kvgate_failed_peer(pc, peer);
     }
 }

@@ -177,6 +177,18 @@ def test_where_redis_names_unreachable_addresses_the_server_lines_serve():
         assert requests.get(fleet.url + "/v1/models", timeout=10).status_code == 200
 
 
+def test_no_other_status_than_503_moves_a_request_whatever_nginx_is_told():
+    told = "proxy_next_upstream error timeout invalid_header http_500 http_502 http_503 http_504 http_403 http_404 http_429 non_idempotent;"
+    with Fleet(2, edits=[(r"proxy_next_upstream [^;]*;", told)]) as fleet:
+        for status in ("500", "502", "504", "403", "404", "429"):
+            fleet.reset()
+            both(fleet, status)
+            assert fleet.post().status_code == int(status) and len(fleet.requests) == 1
+        fleet.reset()
+        both(fleet, "503")
+        assert fleet.post().status_code == 503 and len(fleet.requests) == 2
+
+
 def test_the_server_lines_are_within_proxy_next_upstream_tries():
     with Fleet(1, register=False, location="proxy_next_upstream_tries 1;") as fleet:
         fleet.workers[0].register(fleet.redis, fleet.fingerprint, addr="127.0.0.1:1")

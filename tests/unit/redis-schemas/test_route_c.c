@@ -268,6 +268,42 @@ static void unexpected_replies_are_errors_with_a_text(void **state)
     assert_int_equal(kvg_route_parse(NULL, &w->arena, &out, NULL), KVG_INVALID);
 }
 
+#define GOOD_CHOICE "*7\r\n$1\r\ng\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\n2\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n"
+#define BAD_CHOICE  "*7\r\n$3\r\nbad\r\n$-1\r\n$1\r\n1\r\n$1\r\n2\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nr\r\n"
+#define WORKER(id, addr)                                                                                                         \
+    "*11\r\n$1\r\n" id "\r\n" addr                                                                                               \
+    "\r\n$1\r\n1\r\n$1\r\n1\r\n$5\r\nready\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\n0\r\n$1\r\nv\r\n"
+
+static void a_malformed_entry_is_left_out_where_others_remain(void **state)
+{
+    static const char *const replies[] = {
+        "*3\r\n$2\r\nok\r\n" BAD_CHOICE GOOD_CHOICE,
+        "*3\r\n$2\r\nok\r\n" GOOD_CHOICE BAD_CHOICE,
+        "*4\r\n$2\r\nok\r\n" BAD_CHOICE GOOD_CHOICE "*0\r\n",
+    };
+    struct world *w = *state;
+    for (size_t i = 0; i < sizeof replies / sizeof *replies; i++) {
+        struct kvg_route_reply out;
+        struct kvg_error err = {0};
+        redisReply *reply = read_reply(replies[i]);
+        assert_int_equal(kvg_route_parse(reply, &w->arena, &out, &err), 0);
+        assert_int_equal(out.n_choices, 1);
+        assert_string_equal(out.choices[0].worker, "g");
+        assert_int_equal(out.choices[0].hit_blocks, 2);
+        assert_non_null(strstr(err.message, "left out"));
+        freeReplyObject(reply);
+    }
+    struct kvg_live_worker *workers;
+    struct kvg_error err = {0};
+    size_t n;
+    redisReply *reply = read_reply("*3\r\n" WORKER("x", "$-1") WORKER("y", "$1\r\na") ":1\r\n");
+    assert_int_equal(kvg_workers_parse(reply, &w->arena, &workers, &n, &err), 0);
+    assert_int_equal(n, 1);
+    assert_string_equal(workers[0].worker, "y");
+    assert_non_null(strstr(err.message, "left out"));
+    freeReplyObject(reply);
+}
+
 static void a_full_arena_is_told(void **state)
 {
     struct kvg_hash chain[64] = {{{0}}};
@@ -291,6 +327,7 @@ int main(void)
         cmocka_unit_test(ties_fall_as_the_gateways_own_rendezvous_order_says),
         cmocka_unit_test(live_workers_are_listed_with_their_load),
         cmocka_unit_test(unexpected_replies_are_errors_with_a_text),
+        cmocka_unit_test(a_malformed_entry_is_left_out_where_others_remain),
         cmocka_unit_test(a_full_arena_is_told),
     };
     return cmocka_run_group_tests(tests, start, stop);
