@@ -14,17 +14,11 @@
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/model.h"
 #include "libprompt/prompt.h"
+#include "tests/unit/gpu-worker/sanitized.h"
 
 #define SMOLLM2 "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 enum { MOST_IDS = 4096, MOST_CHOICES = 8 };
-
-/* The models run ten times slower under a sanitizer: what it looks for is found in a smaller matrix too. */
-#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
-enum { SANITIZED = 1 };
-#else
-enum { SANITIZED = 0 };
-#endif
 
 struct world {
     struct model *model;

@@ -3,7 +3,7 @@
  */
 #include "engine_world.h"
 
-enum { PROMPTS = 32, SHARED = 1000, THREADS = 4, AT_ONCE = 8, TOKENS = 40 };
+enum { PROMPTS = SANITIZED ? 8 : 32, SHARED = 1000, THREADS = 4, AT_ONCE = 8, TOKENS = 40 };
 
 static struct world w;
 static uint32_t ids[PROMPTS][SHARED + 64];
