@@ -113,7 +113,7 @@ static struct engine_options engine_options(const struct worker *worker)
         .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
         .draft_model = worker->draft_model,
         .draft_prompt_model = worker->draft_prompt_model,
-        .speculate_ngram = options->speculative_model && strcmp(options->speculative_model, "ngram") == 0,
+        .speculate_ngram = options->speculative_model != NULL,
         .num_speculative_tokens = options->num_speculative_tokens,
     };
 }

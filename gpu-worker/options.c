@@ -56,7 +56,7 @@ static const struct flag flags[] = {
      "order of waiting requests; priority: lower numbers first; default fcfs"},
     {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE",
      "draft several tokens and verify them in one step, which changes no output; ngram: what followed the last tokens when they "
-     "stood in the context before; FILE: the GGUF file of a smaller model with the same vocabulary; default: none"},
+     "stood in the context before; FILE: this and a smaller model with the same vocabulary, a GGUF file; default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
      MOST_SPECULATIVE},
