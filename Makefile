@@ -71,8 +71,8 @@ unsan = $(if $(SAN),$(if $(filter %/kernels_generic.c,$(1)),-O2 -fno-sanitize=al
 Q  := $(if $(V),,@)
 say = $(if $(V),,@echo "  $(1) $@")
 
-# The packages come first: without them nothing compiles.
-$(B)/%.o: %.c | build/.apt
+# The packages come first: without them nothing compiles. NO_INSTALL=1 takes what is there (package builds).
+$(B)/%.o: %.c | $(if $(NO_INSTALL),,build/.apt)
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) $(call isa,$<) $(call unsan,$<) -c $< -o $@
