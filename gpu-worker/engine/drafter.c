@@ -4,8 +4,6 @@
 #include "gpu-worker/engine/batch.h"
 #include "gpu-worker/log.h"
 
-enum { CATCH_UP = 256 }; /* rows of missing KV in one step */
-
 struct drafter {
     struct drafter_options options;
     struct kvg_hash *marks;        /* [n_blocks] the chain hash of the whole block that the draft model computed last */
@@ -157,11 +155,13 @@ static void forward(struct drafter *drafter)
         log_fatal("drafter: forward of %u rows: %s", batch->n_rows, err.message);
 }
 
-uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n)
+uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most)
 {
     struct model_batch *batch = &drafter->batch;
-    uint32_t most = drafter->options.max_rows < CATCH_UP ? drafter->options.max_rows : CATCH_UP, made = 0;
+    uint32_t made = 0;
 
+    most = most > 2 * n ? most : 2 * n; /* all that lack no more than usual get drafts */
+    most = most < drafter->options.max_rows ? most : drafter->options.max_rows;
     for (;; made++) {
         uint32_t room = most;
         batch->n_rows = batch->n_seqs = batch->n_outputs = 0;

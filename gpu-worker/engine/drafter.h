@@ -48,6 +48,6 @@ void drafter_close(struct drafter *drafter);
 uint32_t drafter_covered(const struct drafter *drafter, const struct sequence *seq);
 /* Most ids that a sequence may come to with its drafts. */
 uint32_t drafter_longest(const struct drafter *drafter);
-/* Writes drafts behind the sequences' ids. One that lacks more KV than a step may compute gets some of it and no drafts. Returns
- * how many forwards ran. */
-uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n);
+/* Writes drafts behind the sequences' ids. A forward takes about `most` rows: a sequence that lacks more KV gets some of it and
+ * no drafts. Returns how many forwards ran. */
+uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most);

@@ -6,14 +6,16 @@
 
 enum { BY_MODEL = NGRAM_LEVELS, LEVELS }; /* where a guess comes from: one of the runs of ngram.h, or the model */
 enum {
-    NEAR = 64,      /* tokens of missing KV that are always computed for drafts by the model */
-    ONE_IN = 16,    /* sequences that try the model however badly it did before */
-    TRIED = 8,      /* drafts after which a sequence's own acceptance counts */
-    MOVE_EVERY = 5, /* verifications between two moves of a limit */
-    PROBE_SOON = 2,
-    PROBE_FIRST = 16,
-    PROBE_LAST = 256,  /* steps without drafts before one is tried */
-    PLAIN_EVERY = 256, /* steps before one without drafts is measured again */
+    CATCH_UP_ALONE = 256, /* rows of missing KV in one step */
+    CATCH_UP_BESIDE = 64, /* the same while other sequences wait for it */
+    NEAR = 64,            /* tokens of missing KV that are always computed for drafts by the model */
+    ONE_IN = 16,          /* sequences that try the model however badly it did before */
+    TRIED = 8,            /* drafts after which a sequence's own acceptance counts */
+    MOVE_EVERY = 5,       /* verifications between two moves of a limit */
+    PROBE_SOON = 2,       /* steps without drafts before one is tried: after a success, */
+    PROBE_FIRST = 16,     /* at first and after a failure, */
+    PROBE_LAST = 256,     /* and at most, after many */
+    PLAIN_EVERY = 256,    /* steps before one without drafts is measured again */
 };
 static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
@@ -274,7 +276,8 @@ static void ask_model(struct speculate *spec, uint32_t n, uint32_t n_running)
     if (n_orders == 0)
         return;
     double start = step_now();
-    uint32_t made = drafter_run(spec->options.drafter, spec->model_orders, n_orders);
+    uint32_t made =
+        drafter_run(spec->options.drafter, spec->model_orders, n_orders, n_running > 1 ? CATCH_UP_BESIDE : CATCH_UP_ALONE);
     double seconds = (step_now() - start) / made;
     if (near)
         spec->model_seconds += spec->model_seconds > 0 ? 0.2 * (seconds - spec->model_seconds) : seconds;
@@ -319,10 +322,10 @@ void speculate_propose(struct speculate *spec, struct sequence *const *running, 
     if (spec->options.fixed) {
         for (uint32_t i = 0; i < n; i++)
             spec->candidates[i].n = spec->candidates[i].most;
-    } else if (n && (n_decodes > STEP_COST_ROWS || step_cost_fresh(&spec->cost, n_decodes, PLAIN_EVERY))) {
+    } else if (n && step_cost_fresh(&spec->cost, n_decodes, PLAIN_EVERY)) {
         choose_by_goodput(spec, n, n_decodes);
         add_probes(spec, n);
-    } /* else the cost of a plain step is to be measured */
+    } /* else the cost of a plain step is to be measured, or the batch is so large that none is */
     write_drafts(spec, n, n_running);
 }
 
