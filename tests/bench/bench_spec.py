@@ -6,7 +6,7 @@ Workloads: `edit` asks for a piece of this repository's code again with one chan
 its ratio is of tokens a second. Printed: the geometric mean of the ratios with its 95 % interval, what was accepted, and K.
 Both must give the same ids. Aims: edit alone >= 3, and no interval below 0.98.
 
-Variables: MODEL, PAIRS (9), BATCHES (1,4,16), TOKENS (160), WORKLOADS (edit,chat), THREADS (2).
+Variables: MODEL, DRAFT (ngram; or the file of a draft model), PAIRS (9), BATCHES (1,4,16), TOKENS (160), WORKLOADS (edit,chat), THREADS (2).
 """
 import concurrent.futures
 import json
@@ -24,6 +24,7 @@ from conftest import BUILD, ROOT  # noqa: E402
 from stack import Worker  # noqa: E402
 
 MODEL = os.environ.get("MODEL", os.path.join(BUILD, "models", "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"))
+DRAFT = os.environ.get("DRAFT", "ngram")
 PAIRS = int(os.environ.get("PAIRS", "9"))
 BATCHES = [int(n) for n in os.environ.get("BATCHES", "1,4,16").split(",")]
 TOKENS = int(os.environ.get("TOKENS", "160"))
@@ -101,9 +102,9 @@ def compare(plain, drafting, workload, batch, pool):
 def main():
     flags = dict(model=MODEL, served="target", gateway=False, threads=int(os.environ.get("THREADS", "2")), kv_cache_memory="1G")
     rows = []
-    print(f"{os.path.basename(MODEL)}, {PAIRS} pairs, up to {TOKENS} tokens an answer")
+    print(f"{os.path.basename(MODEL)}, drafts from {os.path.basename(DRAFT)}, {PAIRS} pairs, up to {TOKENS} tokens an answer")
     with Worker("--max-model-len", "4096", **flags) as plain, \
-            Worker("--max-model-len", "4096", "--speculative-model", "ngram", **flags) as drafting, \
+            Worker("--max-model-len", "4096", "--speculative-model", DRAFT, **flags) as drafting, \
             concurrent.futures.ThreadPoolExecutor(max(BATCHES)) as pool:
         for workload in WORKLOADS:
             for batch in BATCHES:
