@@ -602,11 +602,14 @@ int kvg_gguf_cut(const char *in, const char *out, struct kvg_error *err)
 {
     struct kvg_gguf *gguf;
     char tmp[4096];
+    struct stat there;
     FILE *f;
     bool written;
-    int rc = kvg_gguf_open(&gguf, in, err);
+    int rc;
 
-    if (rc)
+    if (lstat(out, &there) == 0 && !S_ISREG(there.st_mode)) /* renaming would replace a device or a link such as /dev/stdout */
+        return kvg_fail(err, KVG_FILE, "cannot write %.200s: it exists and is no regular file", out);
+    if ((rc = kvg_gguf_open(&gguf, in, err)))
         return rc;
     if (snprintf(tmp, sizeof tmp, "%s.%ld.tmp", out, (long)getpid()) >= (int)sizeof tmp || !(f = fopen(tmp, "wbx"))) {
         kvg_gguf_close(gguf);

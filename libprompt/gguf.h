@@ -78,5 +78,6 @@ struct kvg_gguf_layout {
 };
 const struct kvg_gguf_layout *kvg_gguf_layout(uint32_t ggml_type); /* NULL when the type id is unknown or was removed */
 
-/* Writes `in` without its tensors: what the gateway needs, a few MB. `out` appears whole or not at all. */
+/* Writes `in` without its tensors: what the gateway needs, a few MB. `out` appears whole or not at all; what exists there and is
+ * no regular file is left alone. */
 int kvg_gguf_cut(const char *in, const char *out, struct kvg_error *err);

@@ -276,7 +276,8 @@ static void a_missing_or_empty_file_is_named(void **state)
 
 static void a_cut_file_keeps_the_metadata_and_drops_the_tensors(void **state)
 {
-    char in[] = "/tmp/test_gguf_XXXXXX", out[64];
+    char in[] = "/tmp/test_gguf_XXXXXX", out[64], link[64], target[64];
+    struct kvg_error err;
     struct file f;
     struct kvg_gguf *gguf;
     struct kvg_str s;
@@ -295,6 +296,12 @@ static void a_cut_file_keeps_the_metadata_and_drops_the_tensors(void **state)
     unlink(in);
     unlink(out);
     assert_int_equal(kvg_gguf_cut("/nonexistent", out, NULL), KVG_FILE);
+    snprintf(link, sizeof link, "%s.link", in);
+    assert_int_equal(symlink(out, link), 0);
+    assert_int_equal(kvg_gguf_cut(in, link, &err), KVG_FILE); /* neither a link nor a device is replaced */
+    assert_non_null(strstr(err.message, "no regular file"));
+    assert_int_equal(readlink(link, target, sizeof target), (ssize_t)strlen(out));
+    unlink(link);
     assert_int_equal(access(out, F_OK), -1);
 }
 
