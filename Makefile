@@ -192,6 +192,18 @@ bench-cache: deps models
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
+# TRACE: a file in the Mooncake JSONL format. GATEWAYS: connections that choose at once. LOAD: paces to replay it at.
+TRACE    ?= ../shared/traces/conversation_trace.jsonl
+GATEWAYS ?= 1
+LOAD     ?= 1 1.4
+bench-routing: deps
+	@mkdir -p $(B)
+	B=$(B) TRACE="$(TRACE)" GATEWAYS="$(GATEWAYS)" LOAD="$(LOAD)" $(PYTHON) tests/bench/bench_routing.py
+# CLAIMS: how many to store, one number or several ("1000000 10000000").
+CLAIMS ?= 1000000
+bench-redis: deps
+	@mkdir -p $(B)
+	B=$(B) CLAIMS="$(CLAIMS)" $(PYTHON) tests/bench/bench_redis.py
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h')
@@ -203,5 +215,5 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
 .PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
-        check-layers format clean help
+        bench-routing bench-redis check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

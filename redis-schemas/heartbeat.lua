@@ -11,6 +11,7 @@
 -- A draining worker stays in w:<id> but leaves `load`, so that nobody considers it for new work.
 
 local TTL_MS = 3000
+local FLIGHT_SECONDS = 0.5               -- after which a request that was sent here is in the backlog: a step at most
 local SAMPLES = 4                        -- members of load and of leases looked at
 local SWEEP_BUCKETS, SWEEP_CLAIMS = 64, 256 -- own buckets looked at, until this many fields were seen
 
@@ -41,8 +42,15 @@ end
 redis.call('HSET', w, 'state', state, 'running', running, 'waiting', waiting, 'blocks_used', used, 'blocks_total', total,
            'backlog', backlog, 'at', now)
 redis.call('HINCRBY', w, 'beat', 1)
+-- What gateways sent just now may not be in the backlog yet.
+local flight = base .. 'flight:' .. id
+redis.call('ZREMRANGEBYSCORE', flight, '-inf', now - FLIGHT_SECONDS)
+local load = tonumber(backlog)
+for _, sent in ipairs(redis.call('ZRANGE', flight, 0, -1)) do
+    load = load + tonumber(string.match(sent, '^%S+'))
+end
 if held[2] and state == 'ready' then
-    redis.call('ZADD', base .. 'load', backlog, held[2])
+    redis.call('ZADD', base .. 'load', load, held[2])
 elseif held[2] then
     redis.call('ZREM', base .. 'load', held[2])
 end

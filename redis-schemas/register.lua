@@ -40,7 +40,7 @@ local lease = tostring(redis.call('INCR', base .. 'lease'))
 local ended = {held[3]}
 if held[1] and held[1] ~= nonce then
     ended = {held[2], held[3]}
-    redis.call('DEL', w)
+    redis.call('DEL', w, base .. 'flight:' .. id)
 end
 for _, old in pairs(ended) do
     if old then

@@ -89,7 +89,10 @@ int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena,
     add_chain(&args, query->chain, query->n_blocks);
     add_number(&args, (double)query->prompt_tokens);
     add_borrowed(&args, "explain", query->explain ? 7 : 0);
-    add_number(&args, query->alpha > 0 ? query->alpha : 4);
+    if (query->alpha > 0)
+        add_number(&args, query->alpha);
+    else
+        add_borrowed(&args, "", 0);
     add_number(&args, query->block_size);
     kvg_hash_hex(&query->fingerprint, hex);
     add_copy(&args, hex);

@@ -19,7 +19,7 @@ struct kvg_route_query {
     const struct kvg_hash *chain; /* [n_blocks] */
     size_t n_blocks;
     size_t prompt_tokens;
-    double alpha;    /* 0 = 4 */
+    double alpha;    /* 0 = route.lua's own */
     const char *now; /* seconds with fraction; NULL = the server's TIME */
     bool explain;
 };

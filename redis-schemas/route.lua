@@ -5,7 +5,7 @@
 --             character such as a comma; empty = the prompt has no whole block
 -- ARGV[2]     prompt tokens                                 (empty = those of the whole blocks)
 -- ARGV[3]     'explain' = reply with every candidate's terms as JSON, and write nothing
--- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 4)
+-- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 6)
 -- ARGV[5..7]  the caller's block size, fingerprint and schema version (empty = not compared)
 -- ARGV[8]     now in seconds, for replaying traces: a worker whose last heartbeat is more than 3 s older counts as dead
 --             (empty = the server's clock, and a worker lives as long as its key w:<id>)
@@ -19,6 +19,8 @@
 
 local ROUNDS, FIELDS = 4, 64     -- at any prompt length
 local OWNERS, LEAST_LOADED = 16, 8
+local PAGE, SHORT = 16, 128      -- members of load read at a time; bytes of a list of leases that is looked up as a whole
+local NEAR = 0.25                -- mean prompts of cost within which rendezvous order decides
 local LEASE_SECONDS = 3
 local MEAN_WEIGHT = 0.01         -- of one prompt in the mean prompt length
 
@@ -30,7 +32,7 @@ local function arg(i)
 end
 local chain = arg(1) or ''
 local explain = arg(3) == 'explain'
-local alpha = tonumber(arg(4) or 4)
+local alpha = tonumber(arg(4) or 6)
 local replayed = tonumber(arg(8) or nil)
 local stride = string.find(string.sub(chain, 33, 33), '^%x$') and 32 or 33
 local blocks = math.floor((#chain + stride - 32) / stride)
@@ -51,24 +53,25 @@ local mean_prompt = tonumber(meta[4] or 1024) or 1024 -- as register.lua starts 
 local prompt_tokens = tonumber(arg(2) or blocks * block_size)
 
 -- 2. Leases and workers. A lease is live while w:<id> exists and names it.
-local workers = {}
+local named, workers = {}, {}
+local function name_all(leases)
+    local rows = #leases > 0 and redis.call('HMGET', base .. 'leases', unpack(leases)) or {}
+    for i, lease in ipairs(leases) do
+        named[lease] = rows[i] and string.match(rows[i], '^%S*')
+    end
+end
 local function worker_of(lease)
     if workers[lease] == nil then
         workers[lease] = false
-        local named = redis.call('HGET', base .. 'leases', lease)
-        if named then
-            local id = string.match(named, '^%S*')
+        local id = named[lease]
+        if id then
             local w = redis.pcall('HMGET', base .. 'w:' .. id, 'lease', 'addr', 'state', 'at')
             if w[1] == lease and (not replayed or replayed - tonumber(w[4]) <= LEASE_SECONDS) then
-                workers[lease] = {id = id, addr = w[2], lease = lease, state = w[3], lo = 0, hi = 1}
+                workers[lease] = {id = id, addr = w[2], lease = lease, state = w[3]}
             end
         end
     end
     return workers[lease]
-end
-local function usable(lease)
-    local w = worker_of(lease)
-    return w and w.state == 'ready' and w
 end
 
 -- 3. Who holds block p: the leases that claim it, live or not, separated by commas.
@@ -80,118 +83,122 @@ local function claims(p)
     return type(list) == 'string' and list or ''
 end
 
--- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. A worker that holds a block holds all before it, so
---    each owner's depth is now known to lie in lo <= depth < hi.
-local lo, hi, owners = {}, {}, {}
-local p, open, list, set = 1, 1, nil, nil
-while p <= blocks and open > 0 do
-    local before = list
-    list = claims(p)
-    if list ~= before then
-        set = {}
-        for lease in string.gmatch(list, '%d+') do
-            set[lease] = true
-            if p == 1 then
-                owners[#owners + 1] = lease
-            end
-        end
-    end
-    open = 0
-    for _, lease in ipairs(owners) do
-        if not hi[lease] then
-            if set[lease] then
-                lo[lease] = p
-                open = open + 1
-            else
-                hi[lease] = p
-            end
-        end
-    end
-    p = p * 2
-end
-
--- 5. Candidates: at most 16 owners, those of the deepest bracket and then the least loaded first …
-local candidates, load = {}, {}
-if #owners > 0 then
-    local scores = redis.call('ZMSCORE', base .. 'load', unpack(owners, 1, math.min(#owners, 4000)))
-    local known = {}
-    for i, lease in ipairs(owners) do
-        if scores[i] then
-            load[lease] = tonumber(scores[i])
-            known[#known + 1] = lease
-        elseif explain then
-            worker_of(lease) -- for `excluded`: it drains, or is gone
-        end
-    end
-    owners = known
-end
-local function less_loaded(a, b)
-    if load[a] ~= load[b] then
-        return load[a] < load[b]
-    end
-    return tonumber(a) < tonumber(b)
-end
-local function add(lease)
-    local w = usable(lease)
-    if w and not w.candidate then
-        w.candidate = true
-        w.backlog = load[lease]
-        w.lo = lo[lease] or 0
-        w.hi = hi[lease] or (w.lo > 0 and math.min(w.lo * 2, blocks + 1)) or 1
-        candidates[#candidates + 1] = w
-    end
-    return w
-end
--- Takes the least loaded owners out of `from`, until there are 16 candidates; owners whose worker is gone do not count.
-local function add_owners(from)
-    while #candidates < OWNERS and #from > 0 do
-        local best, rest = {}, {}
-        for _, lease in ipairs(from) do
-            local at = #best
-            while at > 0 and less_loaded(lease, best[at]) do
-                at = at - 1
-            end
-            if at < OWNERS then
-                table.insert(best, at + 1, lease)
-                lease = table.remove(best, OWNERS + 1)
-            end
-            rest[#rest + 1] = lease
-        end
-        for _, lease in ipairs(best) do
-            if #candidates < OWNERS then
-                add(lease)
-            end
-        end
-        from = rest
-    end
-end
-while #owners > 0 and #candidates == 0 do
-    local deepest, level, rest = 0, {}, {}
-    for _, lease in ipairs(owners) do
-        deepest = math.max(deepest, lo[lease])
-    end
-    for _, lease in ipairs(owners) do
-        local side = lo[lease] == deepest and level or rest
-        side[#side + 1] = lease
-    end
-    add_owners(level)
-    owners = rest
-end
-add_owners(owners)
--- … and the 8 least loaded workers.
-local first, found = 0, 0
-while found < LEAST_LOADED and first < 32 * LEAST_LOADED do
-    local page = redis.call('ZRANGE', base .. 'load', first, first + LEAST_LOADED - 1, 'WITHSCORES')
-    for i = 1, #page, 2 do
-        load[page[i]] = tonumber(page[i + 1])
-        if found < LEAST_LOADED and add(page[i]) then
-            found = found + 1
-        end
-    end
-    if #page < 2 * LEAST_LOADED then
+-- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. levels: each list that differs from the one before, with
+--    the last of these blocks that it holds for. A worker that holds a block holds all before it, so its depth lies between
+--    the last level that names it and twice that.
+local levels = {}
+local p = 1
+while p <= blocks do
+    local list = claims(p)
+    if list == '' then
         break
     end
-    first = first + LEAST_LOADED
+    if #levels == 0 or levels[#levels].list ~= list then
+        levels[#levels + 1] = {list = list, text = ',' .. list .. ','}
+    end
+    levels[#levels].p = p
+    p = p * 2
+end
+local function names(level, lease)
+    return string.find(level.text, ',' .. lease .. ',', 1, true)
+end
+local function bracket(lease)
+    local below, above = 0, #levels + 1
+    while above - below > 1 do
+        local middle = math.floor((below + above) / 2)
+        if names(levels[middle], lease) then
+            below = middle
+        else
+            above = middle
+        end
+    end
+    if below == 0 then
+        return 0, 1
+    end
+    return levels[below].p, math.min(2 * levels[below].p, blocks + 1)
+end
+
+-- 5. Candidates: at most 16 owners, those of the deepest level and then the least loaded …
+local candidates, load = {}, {}
+local function add(lease)
+    local w = worker_of(lease)
+    if not w or w.state ~= 'ready' then
+        return false
+    end
+    if not w.backlog then
+        w.backlog = load[lease]
+        w.lo, w.hi = bracket(lease)
+        candidates[#candidates + 1] = w
+    end
+    return true
+end
+-- The workers that take work, least loaded first, read page by page.
+local ranking, ranked_all = {}, false
+local function ranked(i)
+    if i > #ranking and not ranked_all then
+        local page = redis.call('ZRANGE', base .. 'load', #ranking, #ranking + PAGE - 1, 'WITHSCORES')
+        local leases = {}
+        for j = 1, #page, 2 do
+            load[page[j]] = tonumber(page[j + 1])
+            leases[#leases + 1] = page[j]
+            ranking[#ranking + 1] = page[j]
+        end
+        name_all(leases)
+        ranked_all = #leases < PAGE
+    end
+    return ranking[i]
+end
+-- A short list is looked up and sorted; of a long one, the ranking is read until enough of its leases were met.
+local function add_owners(level)
+    if #level.list > SHORT and not explain then
+        local i = 1
+        while #candidates < OWNERS and ranked(i) do
+            if names(level, ranking[i]) then
+                add(ranking[i])
+            end
+            i = i + 1
+        end
+        return
+    end
+    local leases, known = {}, {}
+    for lease in string.gmatch(level.list, '%d+') do
+        leases[#leases + 1] = #leases < 4000 and lease or nil
+    end
+    name_all(leases)
+    for i, score in ipairs(#leases > 0 and redis.call('ZMSCORE', base .. 'load', unpack(leases)) or {}) do
+        if score then
+            load[leases[i]] = tonumber(score)
+            known[#known + 1] = leases[i]
+        elseif explain then
+            worker_of(leases[i]) -- for `excluded`: it drains, or is gone
+        end
+    end
+    table.sort(known, function(a, b)
+        if load[a] ~= load[b] then
+            return load[a] < load[b]
+        end
+        return a < b
+    end)
+    for _, lease in ipairs(known) do
+        if #candidates >= OWNERS then
+            break
+        end
+        add(lease)
+    end
+end
+local deepest = #levels
+while deepest > 0 and #candidates == 0 do
+    add_owners(levels[deepest])
+    deepest = deepest - 1
+end
+if deepest > 0 then
+    add_owners(levels[1])
+end
+-- … and the 8 least loaded workers.
+local i, found = 1, 0
+while found < LEAST_LOADED and i <= 32 * LEAST_LOADED and ranked(i) do
+    found = found + (add(ranking[i]) and 1 or 0)
+    i = i + 1
 end
 if #candidates == 0 then
     return {'none'}
@@ -251,8 +258,8 @@ while rounds > 0 and rounds < ROUNDS do
     rounds = rounds + 1
 end
 
--- 7. cost = alpha * uncached + backlog. Within one mean prompt of the least cost the rendezvous order decides, the one
---    that gateways fall back to without Redis; without a whole block the least loaded wins, and ties are drawn.
+-- 7. cost = alpha * uncached + backlog. Within a quarter of a mean prompt of the least cost the rendezvous order decides, the
+--    one that gateways fall back to without Redis; without a whole block the least loaded wins, and ties are drawn.
 local clock = redis.call('TIME')
 local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local turn = math.max(1, math.min(blocks, math.floor(1024 / block_size)))
@@ -265,7 +272,7 @@ for _, w in ipairs(candidates) do
     w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
     least = math.min(least or w.cost, w.cost)
 end
-local near = least + (blocks > 0 and mean_prompt or 0)
+local near = least + (blocks > 0 and NEAR * mean_prompt or 0)
 local n_near = 0
 for _, w in ipairs(candidates) do
     w.near = w.cost <= near
@@ -293,6 +300,14 @@ local function number(x)
 end
 if not explain then
     redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
+    local best = candidates[1]
+    local flight = base .. 'flight:' .. best.id
+    local tokens = number(best.uncached)
+    local noted = redis.pcall('ZADD', flight, now, string.format('%s %.6f %d', tokens, now, redis.call('ZCARD', flight)))
+    if type(noted) == 'number' then
+        redis.pcall('PEXPIRE', flight, 1000 * LEASE_SECONDS)
+        redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
+    end
     local reply = {'ok'}
     for i = 1, math.min(3, #candidates) do
         local w = candidates[i]
@@ -309,7 +324,7 @@ for i, w in ipairs(candidates) do
 end
 local excluded = {}
 for _, w in pairs(workers) do
-    if w and not w.candidate then
+    if w and not w.backlog then
         excluded[#excluded + 1] = string.format('{"worker": "%s", "state": "%s"}', w.id, w.state)
     end
 end

@@ -263,7 +263,7 @@ def main():
             results[name] = measure(requests, replay(requests, policy, rates, load), load)
         show(results, load, kvgate, took)
         rows += compare(results, load, len(requests))
-    with open(os.path.join(BUILD, "bench-routing.json"), "w", encoding="utf-8") as f:
+    with open(os.path.join(os.environ.get("OUT") or BUILD, "bench-routing.json"), "w", encoding="utf-8") as f:
         json.dump(rows, f, indent=1)
 
 

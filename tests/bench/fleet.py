@@ -190,8 +190,11 @@ class Fleet:
 
     def prefilled(self, worker):
         request = worker.prefilled()
-        self.at(max(request["end"], self.now), self.finished, worker, request)
-        self.begin(worker)
+        if request["end"] > self.now:
+            self.at(request["end"], self.finished, worker, request)
+            self.begin(worker)
+        else:
+            self.finished(worker, request)
 
     def finished(self, worker, request):
         worker.finished(request)

@@ -105,11 +105,11 @@ def rendezvous(block_hash, worker):
     return int(hashlib.sha1((block_hash + worker).encode()).hexdigest()[:8], 16)
 
 
-def route_model(workers, chain, prompt_tokens, alpha=4.0, mean=1024.0, block=BLOCK):
+def route_model(workers, chain, prompt_tokens, alpha=6.0, mean=1024.0, block=BLOCK):
     """workers: {id: (depth, backlog)} of those that take work, fewer than 17 owners. The choices of route.lua, best first."""
     by_load = sorted(workers, key=lambda w: workers[w][1])[:8]
     candidates = [w for w in workers if workers[w][0] > 0 or w in by_load]
     cost = {w: alpha * max(prompt_tokens - workers[w][0] * block, min(prompt_tokens, 1)) + workers[w][1] for w in candidates}
-    near = min(cost.values()) + mean
+    near = min(cost.values()) + mean / 4
     turn = chain[min(len(chain), 1024 // block) - 1]
     return sorted(candidates, key=lambda w: (cost[w] > near, cost[w] if cost[w] > near else 0, -rendezvous(turn, w)))[:3], cost

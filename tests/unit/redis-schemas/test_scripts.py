@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import threading
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_alpha_weighs_a_miss_against_backlog(schemas):
     assert schemas.route(chain, alpha=8)[1][0] == "holder"
 
 
-def test_within_one_mean_prompt_the_rendezvous_order_decides(schemas):
+def test_among_near_equals_the_rendezvous_order_decides(schemas):
     names = ["a", "b", "c", "d"]
     for i, name in enumerate(names):
         FakeWorker(schemas, name, backlog=i * 10).up()
@@ -130,19 +131,21 @@ def test_within_one_mean_prompt_the_rendezvous_order_decides(schemas):
     for seed in range(30):
         chain = random_chain(50, random.Random(seed))
         order = sorted(names, key=lambda w: -rendezvous(chain[1024 // BLOCK - 1], w))
-        reply = schemas.route(chain)
-        assert [row[0] for row in reply[1:]] == order[:3]
-        assert {row[6] for row in reply[1:]} == {"tie"}
+        explained = json.loads(schemas.route(chain, explain="explain"))["candidates"]
+        assert [c["worker"] for c in explained] == order
+        assert {c["reason"] for c in explained} == {"tie"}
         firsts.add(order[0])
     assert firsts == set(names), "ties spread"
 
 
 def serve(schemas, workers, chain, tokens):
-    """Routes a prompt and does what its worker then would: queue the uncached tokens, hold the blocks, say so."""
+    """Routes a prompt and does what its worker then would: queue the uncached tokens, hold the blocks, say so (and later than in the
+    half second in which the request counts as being on its way)."""
     choice = schemas.route(chain, tokens)[1]
     worker, held = workers[choice[0]], int(choice[3])
     worker.backlog += tokens - held * BLOCK
     worker.publish(stored=chain[held:])
+    schemas.client.delete(schemas.base + "flight:" + worker.name)
     worker.beat()
     return worker, held
 
@@ -183,6 +186,77 @@ def test_unique_prompts_avoid_a_busy_worker_and_spread_over_the_others(schemas):
     workers = {name: FakeWorker(schemas, name, backlog).up() for name, backlog in (("busy", 60000), ("b", 0), ("c", 0))}
     served = [serve(schemas, workers, random_chain(20, random.Random(i)), 20 * BLOCK)[0].name for i in range(30)]
     assert "busy" not in served and min(served.count("b"), served.count("c")) >= 8
+
+
+def test_what_is_on_its_way_counts_until_a_heartbeat_has_seen_it(schemas):
+    """A prompt of 3 blocks and 4 tokens goes to the only worker, which holds its first block."""
+    load = lambda: float(schemas.client.zscore(schemas.base + "load", worker.lease))  # noqa: E731
+    chain = random_chain(3)
+    worker = FakeWorker(schemas, "a", backlog=50).up(chain[:1], now="999.9")
+    tokens = 3 * BLOCK + 4
+    schemas.route(chain, tokens, explain="explain", now="1000.0")
+    assert load() == 50, "explain places nothing"
+    for number in (1, 2):
+        assert schemas.route(chain, tokens, now="1000.0")[1][4] == str(50 + (number - 1) * (2 * BLOCK + 4))
+        assert load() == 50 + number * (2 * BLOCK + 4)
+    worker.backlog = 7
+    worker.beat(now="1000.4")
+    assert load() == 7 + 2 * (2 * BLOCK + 4), "too recent for the backlog of that moment"
+    schemas.route(chain, tokens, now="1000.7")
+    worker.beat(now="1000.8")
+    assert load() == 7 + 2 * BLOCK + 4
+    worker.beat(now="1001.5")
+    assert load() == 7 and schemas.client.exists(schemas.base + "flight:a") == 0
+
+
+def test_a_burst_between_two_heartbeats_spreads(schemas):
+    """128 different prompts of one length, no heartbeat between them, from four connections: no worker gets far more than its share."""
+    workers = [FakeWorker(schemas, f"w{i}").up() for i in range(8)]
+    rng, counts, lock = random.Random(8), {}, threading.Lock()
+    chains = [random_chain(40, rng) for _ in range(128)]
+
+    def gateway(share):
+        own = Schemas(schemas.client, "m")
+        for chain in share:
+            name = own.route(chain)[1][0]
+            with lock:
+                counts[name] = counts.get(name, 0) + 1
+
+    gateways = [threading.Thread(target=gateway, args=(chains[i::4],)) for i in range(4)]
+    for thread in gateways:
+        thread.start()
+    for thread in gateways:
+        thread.join()
+    assert sorted(counts) == sorted(w.name for w in workers) and max(counts.values()) <= 1.3 * 16, counts
+
+
+def test_a_new_process_starts_without_what_was_sent_to_the_old_one(schemas):
+    FakeWorker(schemas, "a").up()
+    schemas.route(random_chain(3))
+    assert schemas.client.zcard(schemas.base + "flight:a") == 1
+    again = FakeWorker(schemas, "a").up()
+    assert schemas.client.zscore(schemas.base + "load", again.lease) == 0
+
+
+def test_many_owners_of_many_depths(schemas):
+    """200 owners of the first block, each to another depth: the candidates are the deepest, the least loaded owners and the
+    least loaded workers, at bounded cost, and no one is taken for deeper than it is."""
+    chain = random_chain(512)
+    depths = {f"w{i:03}": 1 + i * 511 // 199 for i in range(200)}
+    workers = {name: FakeWorker(schemas, name, backlog=1000 + (i * 37) % 200).up() for i, name in enumerate(depths)}
+    for i in range(8):
+        FakeWorker(schemas, f"idle{i}", backlog=i).up()
+    for at, block in enumerate(chain):
+        leases = [workers[name].lease for name in depths if depths[name] > at]
+        schemas.client.hset(f"{schemas.base}own:{block[:4]}", block[4:20], ",".join(leases))
+    explained = json.loads(schemas.route(chain, explain="explain"))
+    seen = {c["worker"]: c["hit_blocks"] for c in explained["candidates"]}
+    deepest = sorted((w for w in depths if depths[w] >= 512), key=lambda w: workers[w].backlog)
+    by_load = sorted(depths, key=lambda w: workers[w].backlog)
+    assert set(seen) == set((deepest + [w for w in by_load if w not in deepest])[:16]) | {f"idle{i}" for i in range(8)}
+    assert all(seen[w] <= depths.get(w, 0) for w in seen) and seen["w199"] == 512
+    best = explained["candidates"][:3]
+    assert [row[0] for row in schemas.route(chain)[1:]] == [c["worker"] for c in best], "as without explain"
 
 
 def test_rendezvous_scores_equal_the_vectors(schemas):
