@@ -378,6 +378,7 @@ ngx_http_kvgate_lookup(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
     query.n_blocks = ctx->prompt.n_blocks;
     query.prompt_tokens = ctx->prompt.n_ids;
     query.alpha = conf->alpha;
+    query.observe = ctx->mode == NGX_HTTP_KVGATE_OBSERVE;
 
     ctx->lookup_start = ngx_http_kvgate_microseconds();
     ctx->lookup = ngx_http_kvgate_redis_route(&query, ngx_http_kvgate_answered, ctx, &failure);

@@ -44,10 +44,12 @@ redis.call('HSET', w, 'state', state, 'running', running, 'waiting', waiting, 'b
 redis.call('HINCRBY', w, 'beat', 1)
 -- What gateways sent just now may not be in the backlog yet.
 local flight = base .. 'flight:' .. id
-redis.call('ZREMRANGEBYSCORE', flight, '-inf', now - FLIGHT_SECONDS)
+if type(redis.pcall('ZREMRANGEBYSCORE', flight, '-inf', now - FLIGHT_SECONDS)) ~= 'number' then
+    redis.call('DEL', flight) -- somebody else's value under our name
+end
 local load = tonumber(backlog)
 for _, sent in ipairs(redis.call('ZRANGE', flight, 0, -1)) do
-    load = load + tonumber(string.match(sent, '^%S+'))
+    load = load + (tonumber(string.match(sent, '^%S*')) or 0)
 end
 if held[2] and state == 'ready' then
     redis.call('ZADD', base .. 'load', load, held[2])

@@ -88,7 +88,7 @@ int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena,
     add_call(&args, KVG_SCRIPT_ROUTE, query->prefix, query->model);
     add_chain(&args, query->chain, query->n_blocks);
     add_number(&args, (double)query->prompt_tokens);
-    add_borrowed(&args, "explain", query->explain ? 7 : 0);
+    add_copy(&args, query->explain ? "explain" : query->observe ? "observe" : "");
     if (query->alpha > 0)
         add_number(&args, query->alpha);
     else

@@ -22,6 +22,7 @@ struct kvg_route_query {
     double alpha;    /* 0 = route.lua's own */
     const char *now; /* seconds with fraction; NULL = the server's TIME */
     bool explain;
+    bool observe; /* the request goes elsewhere: nothing is written */
 };
 
 /* EVALSHA's whole argument vector (argv[0] is the command), in the arena. 0 or KVG_NOMEM.

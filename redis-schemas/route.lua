@@ -4,7 +4,8 @@
 -- ARGV[1]     hashes of the prompt's whole blocks, first block first: 32 hex digits each, joined by nothing or by one
 --             character such as a comma; empty = the prompt has no whole block
 -- ARGV[2]     prompt tokens                                 (empty = those of the whole blocks)
--- ARGV[3]     'explain' = reply with every candidate's terms as JSON, and write nothing
+-- ARGV[3]     'explain' = reply with every candidate's terms as JSON, and write nothing; 'observe' = reply as always, and
+--             write nothing: the caller sends the request elsewhere
 -- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 6)
 -- ARGV[5..7]  the caller's block size, fingerprint and schema version (empty = not compared)
 -- ARGV[8]     now in seconds, for replaying traces: a worker whose last heartbeat is more than 3 s older counts as dead
@@ -13,15 +14,19 @@
 -- Reply       {'ok', {worker, addr, lease, hit blocks, backlog, cost, reason}, ...}  one to three, best first; all strings
 --             {'none'}            no live worker takes work
 --             {'mismatch', text}  what differs between the caller and the workers
--- reason      'prefix' (it holds blocks), 'tie' (rendezvous order among near-equals), 'load' (least cost, no hit)
+-- reason      'prefix' (it holds blocks, or will), 'tie' (rendezvous order among near-equals), 'load' (least cost, no hit)
 --
--- Reads work whatever happens to writes: the one write is the mean prompt length, and its failure is ignored.
+-- The choice counts at once: the prompt's uncached tokens are added to the worker's load, and to flight:<id> for the
+-- heartbeat, which takes out what the worker's own backlog has in it by then. So callers do not all run to the worker that was
+-- idle at the last heartbeat. And pred:<hash> of blocks 1, 2, 4, … and the last says for ten seconds that this worker will hold
+-- them, so that equal prompts which arrive before the first is computed meet. Reads work whatever happens to writes: a failure of those and of the mean prompt length is ignored.
 
 local ROUNDS, FIELDS = 4, 64     -- at any prompt length
 local OWNERS, LEAST_LOADED = 16, 8
 local PAGE, SHORT = 16, 128      -- members of load read at a time; bytes of a list of leases that is looked up as a whole
 local NEAR = 0.25                -- mean prompts of cost within which rendezvous order decides
 local LEASE_SECONDS = 3
+local RESERVED_MS = 10000        -- how long a worker is expected to hold, or compute, what it was sent
 local MEAN_WEIGHT = 0.01         -- of one prompt in the mean prompt length
 
 local base = string.sub(KEYS[1], 1, -5)
@@ -194,6 +199,33 @@ end
 if deepest > 0 then
     add_owners(levels[1])
 end
+-- … those that were sent a part of this prompt just now, which they will hold once it is computed …
+local marks, reserved = {}, {}
+if blocks > 0 then
+    p = 1
+    while p < blocks do
+        marks[#marks + 1] = p
+        p = p * 2
+    end
+    marks[#marks + 1] = blocks
+    local keys, leases = {}, {}
+    for i, mark in ipairs(marks) do
+        keys[i] = base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32)
+    end
+    for i, lease in ipairs(redis.call('MGET', unpack(keys))) do
+        if lease then
+            leases[#leases + 1] = not reserved[lease] and lease or nil
+            reserved[lease] = marks[i]
+        end
+    end
+    name_all(leases)
+    for i, score in ipairs(#leases > 0 and redis.call('ZMSCORE', base .. 'load', unpack(leases)) or {}) do
+        if score then
+            load[leases[i]] = tonumber(score)
+            add(leases[i])
+        end
+    end
+end
 -- … and the 8 least loaded workers.
 local i, found = 1, 0
 while found < LEAST_LOADED and i <= 32 * LEAST_LOADED and ranked(i) do
@@ -267,6 +299,8 @@ local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride
 math.randomseed(math.floor(now * 1e6) % 2147483647)
 local least
 for _, w in ipairs(candidates) do
+    w.held, w.reserved = w.lo, reserved[w.lease] or 0
+    w.lo = math.max(w.lo, w.reserved)
     w.uncached = math.max(prompt_tokens - w.lo * block_size, math.min(prompt_tokens, 1))
     w.cost = alpha * w.uncached + w.backlog
     w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
@@ -299,14 +333,21 @@ local function number(x)
     return string.format('%.15g', x)
 end
 if not explain then
-    redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
-    local best = candidates[1]
-    local flight = base .. 'flight:' .. best.id
-    local tokens = number(best.uncached)
-    local noted = redis.pcall('ZADD', flight, now, string.format('%s %.6f %d', tokens, now, redis.call('ZCARD', flight)))
-    if type(noted) == 'number' then
-        redis.pcall('PEXPIRE', flight, 1000 * LEASE_SECONDS)
-        redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
+    if arg(3) ~= 'observe' then
+        local best, flight = candidates[1], base .. 'flight:' .. candidates[1].id
+        local tokens = number(best.uncached)
+        local member = string.format('%s %.6f %s', tokens, now, tostring(redis.pcall('ZCARD', flight)))
+        if type(redis.pcall('ZADD', flight, now, member)) == 'number' then
+            redis.pcall('PEXPIRE', flight, 1000 * LEASE_SECONDS)
+            redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
+            for _, mark in ipairs(marks) do
+                if mark > best.held then
+                    redis.pcall('SET', base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32),
+                                best.lease, 'PX', RESERVED_MS)
+                end
+            end
+        end
+        redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
     end
     local reply = {'ok'}
     for i = 1, math.min(3, #candidates) do
@@ -317,9 +358,9 @@ if not explain then
 end
 local lines = {}
 for i, w in ipairs(candidates) do
-    lines[i] = string.format('  {"rank": %d, "worker": "%s", "addr": "%s", "lease": %s, "hit_blocks": %d, "hit_exact": %s, ' ..
+    lines[i] = string.format('  {"rank": %d, "worker": "%s", "addr": "%s", "lease": %s, "hit_blocks": %d, "hit_exact": %s, "reserved_blocks": %d, ' ..
         '"uncached_tokens": %s, "backlog": %s, "cost": %s, "near_least": %s, "rendezvous": %d, "reason": "%s"}',
-        i, w.id, w.addr, w.lease, w.lo, tostring(w.hi - w.lo <= 1), number(w.uncached), number(w.backlog), number(w.cost),
+        i, w.id, w.addr, w.lease, w.lo, tostring(w.hi - w.lo <= 1 and w.reserved <= w.held), w.reserved, number(w.uncached), number(w.backlog), number(w.cost),
         tostring(w.near), w.score, w.reason)
 end
 local excluded = {}

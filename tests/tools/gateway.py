@@ -17,6 +17,7 @@ from conftest import BUILD, ROOT
 from stack import SMOLLM2, Process, Redis, free_port, wait_until
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
+ROUTED = ("prefix", "load", "tie")  # reasons of a request that Redis chose the worker for
 WORDS = "hello world, " * 40  # some whole blocks, so that its worker is not drawn by lot
 
 
@@ -177,6 +178,16 @@ class Fleet:
     def wait_seen(self, names=None, timeout=10):
         names = [w.name for w in self.workers] if names is None else names
         wait_until(lambda: self.gateway.workers() == sorted(names), timeout, f"workers {names} seen by the gateway")
+
+    def settle(self):
+        """As if time had passed: nothing is on its way to a worker, and no block is reserved."""
+        client = self.redis.client()
+        for worker in self.workers:
+            client.delete("kvgate:{smollm2}:flight:" + worker.name)
+        for key in client.keys("kvgate:{smollm2}:pred:*"):
+            client.delete(key)
+        for lease in client.zrange("kvgate:{smollm2}:load", 0, -1):
+            client.zadd("kvgate:{smollm2}:load", {lease: 0}, xx=True)
 
     def reset(self):
         """What a test starts from: polite workers that have seen nothing."""

@@ -119,8 +119,8 @@ def test_alpha_weighs_a_miss_against_backlog(schemas):
     chain = random_chain(200)
     FakeWorker(schemas, "holder", backlog=20000).up(chain)
     FakeWorker(schemas, "idle", backlog=0).up()
-    assert schemas.route(chain, alpha=1)[1][0] == "idle"
-    assert schemas.route(chain, alpha=8)[1][0] == "holder"
+    assert schemas.route(chain, explain="observe", alpha=1)[1][0] == "idle"
+    assert schemas.route(chain, explain="observe", alpha=8)[1][0] == "holder"
 
 
 def test_among_near_equals_the_rendezvous_order_decides(schemas):
@@ -195,13 +195,16 @@ def test_what_is_on_its_way_counts_until_a_heartbeat_has_seen_it(schemas):
     worker = FakeWorker(schemas, "a", backlog=50).up(chain[:1], now="999.9")
     tokens = 3 * BLOCK + 4
     schemas.route(chain, tokens, explain="explain", now="1000.0")
-    assert load() == 50, "explain places nothing"
+    assert schemas.route(chain, tokens, explain="observe", now="1000.0")[1][:5] == ["a", "127.0.0.1:9000", worker.lease, "1", "50"]
+    assert load() == 50, "neither of them places anything"
     for number in (1, 2):
+        schemas.client.delete(*[f"{schemas.base}pred:{block}" for block in chain])
         assert schemas.route(chain, tokens, now="1000.0")[1][4] == str(50 + (number - 1) * (2 * BLOCK + 4))
         assert load() == 50 + number * (2 * BLOCK + 4)
     worker.backlog = 7
     worker.beat(now="1000.4")
     assert load() == 7 + 2 * (2 * BLOCK + 4), "too recent for the backlog of that moment"
+    schemas.client.delete(*[f"{schemas.base}pred:{block}" for block in chain])
     schemas.route(chain, tokens, now="1000.7")
     worker.beat(now="1000.8")
     assert load() == 7 + 2 * BLOCK + 4
@@ -228,6 +231,32 @@ def test_a_burst_between_two_heartbeats_spreads(schemas):
     for thread in gateways:
         thread.join()
     assert sorted(counts) == sorted(w.name for w in workers) and max(counts.values()) <= 1.3 * 16, counts
+
+
+def test_equal_cold_prompts_at_once_are_prefilled_by_at_most_two_workers(schemas):
+    """16 callers with one prompt of 6,000 tokens, none of it held by anybody."""
+    for i in range(8):
+        FakeWorker(schemas, f"w{i}", backlog=i).up()
+    chain = random_chain(187)
+    chosen, threads = [], []
+    for _ in range(16):
+        threads.append(threading.Thread(target=lambda: chosen.append(Schemas(schemas.client, "m").route(chain, 6000)[1])))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(chosen) == 16 and len({row[0] for row in chosen}) <= 2
+    explained = json.loads(schemas.route(chain[:100], explain="explain"))["candidates"][0]
+    assert (explained["hit_blocks"], explained["reserved_blocks"], explained["hit_exact"]) == (64, 64, False)
+    assert 9000 < schemas.client.pttl(schemas.base + "pred:" + chain[-1]) <= 10000
+
+
+def test_a_reservation_ends_with_its_lease(schemas):
+    chain = random_chain(50)
+    FakeWorker(schemas, "a").up()
+    schemas.route(chain)
+    FakeWorker(schemas, "a").up()
+    assert schemas.route(chain, explain="observe")[1][3] == "0"
 
 
 def test_a_new_process_starts_without_what_was_sent_to_the_old_one(schemas):
@@ -308,7 +337,7 @@ def test_separators_between_hashes_change_nothing(schemas):
     chain = random_chain(9)
     FakeWorker(schemas, "a").up(chain[:5])
     for separator in (",", " "):
-        assert schemas.call("route", separator.join(chain))[1][3] == "5"
+        assert schemas.call("route", separator.join(chain), "", "observe")[1][3] == "5"
     assert schemas.call("route", chain[0])[1][3] == "1"
 
 
