@@ -211,6 +211,7 @@ def test_json_is_recognized_with_parameters(fleet, content_type):
 
 @pytest.mark.parametrize("path, data", [("/v1/chat/completions", BODY), ("/v1/models", b"x"), ("/bypass/v1/chat/completions?bypass=1", BODY)])
 def test_clients_kvgate_headers_are_removed(fleet, path, data):
+    fleet.settle()
     head = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-KVGATE-Salt: other\r\nx-kvgate-hit-tokens: 7\r\nx-kvgate-fingerprint: {'0' * 32}\r\n"
             + "".join(f"X-Filler-{i}: {i}\r\n" for i in range(30)) + "X-Kvgate-Priority: -1\r\nX-Kvgate-: x\r\nX-Kept: yes\r\n"
             + f"Content-Length: {len(data)}\r\n\r\n").encode()
