@@ -67,7 +67,7 @@ static const struct flag flags[] = {
     {"device", CHOICE, AT(device), "auto|cpu|cuda",
      "auto takes a CUDA device where this build and machine have one; default auto"},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
-    {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512", "instruction set of the CPU kernels; default auto"},
+    {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512|amx", "instruction set of the CPU kernels; default auto"},
     {"redis", TEXT, AT(redis), "URL",
      "redis://[user:password@]host[:port][/db] or unix:/path; default: none, nothing is published"},
     {"redis-prefix", TEXT, AT(redis_prefix), "PREFIX", "start of every Redis key; default kvgate:"},

@@ -60,16 +60,17 @@ def test_logits_are_as_near_to_the_reference_as_llama_cpp(name, sequences, posit
     check(kl, agree, PEER[name][f"{sequences}x{positions}"])
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+# AMX has an attention, so bits, of its own: "auto" above measures it where the CPU has it.
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_each_instruction_set_gives_the_same_bits(isa, tmp_path):
     golden = Golden(os.path.join(HERE, "logits_smollm2.npz"))
     ids, picks = golden.ids[:1, 300:324], golden.top_ids[:4]
-    run = [run_logits(model_path("smollm2"), ids, picks, 24, 20, i, tmp_path) for i in (isa, "auto")]
+    run = [run_logits(model_path("smollm2"), ids, picks, 24, 20, i, tmp_path) for i in (isa, "generic")]
     assert run[0] == run[1]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "auto"])
 @pytest.mark.parametrize("name", ["smollm2", "qwen05"])
 def test_all_positions(name, isa, tmp_path):
     kl, agree = measure(name, isa, tmp_path)

@@ -23,7 +23,7 @@ struct row_place {
 
 struct cpu_backend {
     struct backend base;
-    const struct kernels *kernels;
+    struct kernels kernels;
     struct thread_pool *pool;
     struct backend_options options;
     struct tensor *tensors;
@@ -44,6 +44,7 @@ struct cpu_backend {
     /* The current step. */
     struct backend_step step;
     struct row_place *places; /* [max_rows] */
+    uint32_t tile_rows;       /* rows of an attention tile, of 16 to ATTENTION_TILE */
     uint32_t *tiles;          /* [max_seqs + 1] attention tiles of one kv head before each sequence */
 };
 

@@ -5,6 +5,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static bool has_generic(void)
 {
@@ -23,36 +28,63 @@ static bool has_avx512(void)
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+
+bool amx_supported(void)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    enum { TILE = 1 << 24, INT8 = 1 << 25, BF16 = 1 << 22, AVX512_BF16 = 1 << 5 };
+    unsigned a, b, c, d;
+    if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8 | BF16)) != (TILE | INT8 | BF16))
+        return false;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & AVX512_BF16))
+        return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+static void avx2_kernels(struct kernels *out)
+{
+    *out = kernels_avx2;
+}
+
+static void avx512_kernels(struct kernels *out)
+{
+    *out = kernels_avx512;
+}
 #endif
+
+static void generic_kernels(struct kernels *out)
+{
+    *out = kernels_generic;
+}
 
 /* Best first. */
 static const struct {
     const char *name, *needs;
     bool (*supported)(void);
-    const struct kernels *kernels;
+    void (*kernels)(struct kernels *out);
 } isas[] = {
 #if defined(__x86_64__)
-    {"avx512", "AVX-512 F, BW, VL, DQ and VNNI", has_avx512, &kernels_avx512},
-    {"avx2", "AVX2, FMA and F16C", has_avx2, &kernels_avx2},
+    {"amx", "AMX (int8, BF16), and a kernel that allows its tiles", amx_supported, kernels_amx},
+    {"avx512", "AVX-512 F, BW, VL, DQ and VNNI", has_avx512, avx512_kernels},
+    {"avx2", "AVX2, FMA and F16C", has_avx2, avx2_kernels},
 #endif
-    {"generic", "nothing", has_generic, &kernels_generic},
+    {"generic", "nothing", has_generic, generic_kernels},
 };
 
-static const struct kernels *choose_isa(const char *name, struct kvg_error *err)
+static int choose_isa(const char *name, struct kernels *out, struct kvg_error *err)
 {
     bool any = !name || !*name || strcmp(name, "auto") == 0;
     for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
         if (!any && strcmp(name, isas[i].name) != 0)
             continue;
-        if (isas[i].supported())
-            return isas[i].kernels;
-        if (!any) {
-            kvg_fail(err, KVG_UNSUPPORTED, "--cpu-isa %s needs %s, which this CPU lacks", name, isas[i].needs);
-            return NULL;
+        if (isas[i].supported()) {
+            isas[i].kernels(out);
+            return 0;
         }
+        if (!any)
+            return kvg_fail(err, KVG_UNSUPPORTED, "--cpu-isa %s needs %s, which this CPU lacks", name, isas[i].needs);
     }
-    kvg_fail(err, KVG_INVALID, "unknown --cpu-isa \"%s\" (auto, generic, avx2, avx512)", name);
-    return NULL;
+    return kvg_fail(err, KVG_INVALID, "unknown --cpu-isa \"%s\" (auto, generic, avx2, avx512, amx)", name);
 }
 
 static uint32_t usable_cores(void)
@@ -68,7 +100,7 @@ static void cpu_describe(const struct backend *backend, char *out, size_t size)
 {
     const struct cpu_backend *cpu = (const struct cpu_backend *)backend;
     uint32_t n = thread_pool_size(cpu->pool);
-    snprintf(out, size, "cpu %s, %u thread%s", cpu->kernels->name, n, n == 1 ? "" : "s");
+    snprintf(out, size, "cpu %s, %u thread%s", cpu->kernels.name, n, n == 1 ? "" : "s");
 }
 
 static void cpu_close(struct backend *backend)
@@ -104,9 +136,10 @@ static const struct backend_ops cpu_ops = {
 
 int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err)
 {
-    const struct kernels *kernels = choose_isa(options->isa, err);
-    if (!kernels)
-        return err ? err->code : KVG_INVALID;
+    struct kernels kernels;
+    int failed = choose_isa(options->isa, &kernels, err);
+    if (failed)
+        return failed;
     uint32_t threads = options->threads ? options->threads : usable_cores();
     struct cpu_backend *cpu = calloc(1, sizeof *cpu);
     if (!cpu)

@@ -6,7 +6,12 @@
 
 void *cpu_alloc(size_t n)
 {
-    return aligned_alloc(64, (n + 63) & ~(size_t)63);
+    enum { HUGE_PAGE = 2 << 20 }; /* what is read once a step should not miss the TLB, too */
+    size_t alignment = n >= HUGE_PAGE ? HUGE_PAGE : 64;
+    void *memory = aligned_alloc(alignment, (n + 63) & ~(size_t)63);
+    if (memory && n >= HUGE_PAGE)
+        madvise(memory, n, MADV_HUGEPAGE);
+    return memory;
 }
 
 static struct tensor *tensor_new(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
@@ -54,9 +59,10 @@ static int grow_acts(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *e
         return 0;
     free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
     cpu->acts_values = 0;
-    a->q = cpu_alloc(values);
-    a->d = cpu_alloc(groups * sizeof *a->d);
-    a->s = cpu_alloc(groups * sizeof *a->s);
+    /* AMX reads 16 rows of a last tile that has fewer. */
+    a->q = cpu_alloc(values + ACTS_TILE * QUANT_GROUP);
+    a->d = cpu_alloc((groups + ACTS_TILE) * sizeof *a->d);
+    a->s = cpu_alloc((groups + ACTS_TILE) * sizeof *a->s);
     a->sum = cpu_alloc(groups * sizeof *a->sum);
     a->low = cpu_alloc(groups * sizeof *a->low);
     if (!a->q || !a->d || !a->s || !a->sum || !a->low)

@@ -32,6 +32,17 @@ static int place_rows(struct cpu_backend *cpu, const struct backend_seq *seq, st
     return 0;
 }
 
+/* Large tiles read keys and values less often; small ones keep every thread busy. */
+static void choose_tile_rows(struct cpu_backend *cpu)
+{
+    uint32_t rows = cpu->step.n_rows * (cpu->kv.n_heads / cpu->kv.n_kv_heads), threads = thread_pool_size(cpu->pool);
+    uint32_t tile = cpu->kernels.attention_rows;
+    if (threads > 1)
+        while (tile > 16 && (rows + tile - 1) / tile * cpu->kv.n_kv_heads < 4 * threads)
+            tile /= 2;
+    cpu->tile_rows = tile;
+}
+
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err)
 {
     struct cpu_backend *cpu = cpu_of(backend);
@@ -42,12 +53,13 @@ int cpu_begin_step(struct backend *backend, const struct backend_step *step, str
                         step->n_seqs, step->n_outputs, cpu->options.max_rows, cpu->options.max_seqs, cpu->options.max_outputs);
     cpu->step = *step;
     cpu->tiles[0] = 0;
+    choose_tile_rows(cpu);
     for (uint32_t i = 0; i < step->n_seqs; i++) {
         const struct backend_seq *seq = &step->seqs[i];
         if (seq->first_row != next || seq->n_rows > step->n_rows - next)
             return kvg_fail(err, KVG_INVALID, "sequence %u does not start at row %u or ends past row %u", i, next, step->n_rows);
         next += seq->n_rows;
-        cpu->tiles[i + 1] = cpu->tiles[i] + (seq->n_rows * group + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        cpu->tiles[i + 1] = cpu->tiles[i] + (seq->n_rows * group + cpu->tile_rows - 1) / cpu->tile_rows;
         int failed = place_rows(cpu, seq, err);
         if (failed)
             return failed;
@@ -98,7 +110,7 @@ static void rmsnorm_rows(void *arg, uint32_t thread, uint32_t first, uint32_t en
     struct row_job *job = arg;
     size_t cols = job->x->cols;
     for (uint32_t r = first; r < end; r++)
-        job->cpu->kernels->rmsnorm(job->x->data + r * cols, job->weight->data, (uint32_t)cols, job->eps,
+        job->cpu->kernels.rmsnorm(job->x->data + r * cols, job->weight->data, (uint32_t)cols, job->eps,
                                    job->out->data + r * cols);
 }
 
@@ -113,7 +125,7 @@ static void silu_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct row_job *job = arg;
     size_t cols = job->out->cols;
-    job->cpu->kernels->silu_mul(job->out->data + first * cols, job->x->data + first * cols, (end - first) * cols);
+    job->cpu->kernels.silu_mul(job->out->data + first * cols, job->x->data + first * cols, (end - first) * cols);
 }
 
 void cpu_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up)
@@ -153,7 +165,7 @@ static void rope_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
     struct row_job *job = arg;
     const struct backend_rope *rope = job->rope;
     const struct cpu_backend *cpu = job->cpu;
-    const struct kernels *kernels = cpu->kernels;
+    const struct kernels *kernels = &cpu->kernels;
     uint32_t head_dim = cpu->kv.head_dim, rotated = rope->angles->cols;
     for (uint32_t r = first; r < end; r++) {
         const float *angles = rope->angles->data + (size_t)r * rotated, *v = rope->v->data + (size_t)r * rope->v->cols;
@@ -205,7 +217,7 @@ struct matmul_job {
 static void quantize_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct cpu_backend *cpu = arg;
-    cpu->kernels->quantize(&cpu->acts, first, end);
+    cpu->kernels.quantize(&cpu->acts, first, end);
 }
 
 /* Items are the panels of all weights, one weight after the other. */
@@ -220,7 +232,7 @@ static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t
         const struct tensor *bias = job->args->biases[w];
         struct tensor *out = job->args->outs[w];
         struct panel_store store = {out->data, out->cols, bias ? bias->data : NULL, job->args->accumulate};
-        cpu->kernels->panel[panels->kind](panels, i - before, &cpu->acts, job->first, job->end, &store);
+        cpu->kernels.panel[panels->kind](panels, i - before, &cpu->acts, job->first, job->end, &store);
     }
 }
 
@@ -262,12 +274,12 @@ static void attend_tile(struct attention_job *job, uint32_t seq_index, uint32_t 
 {
     struct cpu_backend *cpu = job->cpu;
     const struct backend_seq *seq = &cpu->step.seqs[seq_index];
-    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, first = tile_index * ATTENTION_TILE;
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, first = tile_index * cpu->tile_rows;
     uint32_t n = seq->n_rows * group - first;
     struct attention_tile tile = {.kv = &cpu->layers[job->args->layer],
                                   .blocks = seq->blocks,
                                   .kv_head = kv_head,
-                                  .n_rows = n < ATTENTION_TILE ? n : ATTENTION_TILE,
+                                  .n_rows = n < cpu->tile_rows ? n : cpu->tile_rows,
                                   .scale = job->args->scale};
     for (uint32_t i = 0; i < tile.n_rows; i++) {
         uint32_t token = (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -276,7 +288,7 @@ static void attend_tile(struct attention_job *job, uint32_t seq_index, uint32_t 
         tile.out[i] = job->args->out->data + at;
         tile.position[i] = seq->n_past + token;
     }
-    cpu->kernels->attention(&tile, scratch);
+    cpu->kernels.attention(&tile, scratch);
 }
 
 /* Items run from the last tile to the first: later tiles of a prompt are longer, and the longest should not start last. */

@@ -282,25 +282,6 @@ static void store_kv(const struct kv_layer *kv, uint32_t block, uint32_t slot, u
     }
 }
 
-struct key_pages {
-    const uint16_t *k[KEY_TILE / KV_PAGE], *v[KEY_TILE / KV_PAGE];
-    uint32_t n_pages, n_keys; /* that the tile's last row sees */
-};
-
-V_INLINE struct key_pages find_pages(const struct attention_tile *tile, uint32_t first, uint32_t last)
-{
-    const struct kv_layer *kv = tile->kv;
-    struct key_pages pages = {.n_keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE};
-    pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
-    for (uint32_t i = 0; i < pages.n_pages; i++) {
-        uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
-        size_t head = ((size_t)tile->blocks[position >> kv->block_shift] * kv->n_kv_heads + tile->kv_head) * kv->block_size;
-        pages.k[i] = kv->k + (head + slot) * kv->head_dim;
-        pages.v[i] = kv->v + (head + slot) * kv->head_dim;
-    }
-    return pages;
-}
-
 /* p[row][16 (page + j)..] = q[row] . k for n rows and m pages; each lane (a key) sums over head_dim in order. */
 V_INLINE void score_pages(struct attention_scratch *s, const uint16_t *const *k, uint32_t page, uint32_t head_dim, uint32_t row,
                           int n, int m)
@@ -493,4 +474,5 @@ const struct kernels KERNELS_SYMBOL = {
     .rotate = rotate,
     .store_kv = store_kv,
     .attention = attention,
+    .attention_rows = 16,
 };

@@ -1,0 +1,273 @@
+/* Products of many rows with a panel on AMX: the integer sums of a group of columns for 16 rows x 16 outputs are one TDPBSSD, and
+ * what follows is the arithmetic of kernels.inc.h in the same order, so the bits are those of every other instruction set.
+ *
+ *   panel --unpack--> signed bytes [group][half][8 lines][64], scales f32     a stretch of columns at a time
+ *   for each tile of 16 rows and half:  sums += TDPBSSD,  acc = fma(sum, d_w * d_x, acc) ...
+ *
+ * Few rows do not pay for the unpacking: they go to the kernels of AVX-512.
+ */
+#include "gpu-worker/backend/cpu/amx.h"
+#include "gpu-worker/backend/cpu/kernels.h"
+#include "gpu-worker/backend/cpu/v16.h"
+
+enum {
+    LEAST_ROWS = 32,  /* fewer are faster on VNNI */
+    LEAST_REST = 8,   /* the same for the last tile, where the panel is already unpacked */
+    BLOCK_ROWS = 512, /* rows whose sums are kept while a stretch is unpacked */
+    STRETCH = 48,     /* groups */
+    GROUP_BYTES = 2 * 8 * LINE
+};
+
+/* A stretch of one panel. Scales of a group that has two (QUANT_SUPER_16) lie one after the other. */
+struct stretch {
+    _Alignas(64) int8_t b[STRETCH * GROUP_BYTES];
+    _Alignas(64) float d[2 * STRETCH][PANEL_ROWS];
+    _Alignas(64) float m[STRETCH][PANEL_ROWS];
+    _Alignas(64) int32_t sums[4][AMX_ROWS * 16];
+};
+
+V_INLINE u8x64 unpacked_line(const uint8_t *half, uint32_t bits, int g)
+{
+    if (bits == 8)
+        return u8x64_load(half + g * LINE);
+    u8x64 packed = u8x64_load(half + g % 4 * LINE), line = g < 4 ? u8x64_low4(packed) : u8x64_high4(packed);
+    if (bits >= 5)
+        line = u8x64_add_bits(line, half + 4 * LINE + g * 8, 16);
+    if (bits >= 6)
+        line = u8x64_add_bits(line, half + 5 * LINE + g * 8, 32);
+    return line;
+}
+
+V_INLINE void unpack_scales(struct stretch *s, uint32_t i, enum quant_scales scales, const uint8_t *cell, const uint8_t *super)
+{
+    for (uint32_t h = 0; h < 2; h++) {
+        const uint16_t *d = (const uint16_t *)(scales >= QUANT_SUPER_MIN ? super : cell) + 16 * h;
+        v16 scale = v16_from_f16(d);
+        if (scales == QUANT_SUPER_16) {
+            v16_store(s->d[2 * i] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + 16 * h)));
+            v16_store(s->d[2 * i + 1] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + PANEL_ROWS + 16 * h)));
+            continue;
+        }
+        if (scales == QUANT_SUPER_MIN) {
+            v16 m = v16_mul(v16_from_f16(d + 32), v16_from_u8(cell + PANEL_ROWS + 16 * h));
+            scale = v16_mul(scale, v16_from_u8(cell + 16 * h));
+            v16_store(s->m[i] + 16 * h, v16_sub(v16_set1(0), m));
+        }
+        if (scales == QUANT_SCALE_MIN)
+            v16_store(s->m[i] + 16 * h, v16_from_f16(d + 32));
+        v16_store(s->d[i] + 16 * h, scale);
+    }
+}
+
+V_INLINE void unpack_stretch(struct stretch *s, uint32_t bits, enum quant_scales scales, const uint8_t *panel, size_t first,
+                             uint32_t n)
+{
+    int8_t offset = (int8_t)(scales == QUANT_SCALE || scales == QUANT_SUPER_16 ? 1 << (bits - 1) : 0);
+    for (uint32_t i = 0; i < n; i++) {
+        size_t b = first + i;
+        const uint8_t *cell = panel + panel_cell_offset(bits, scales, b);
+        const uint8_t *super = panel + panel_cell_offset(bits, scales, b & ~(size_t)7) - panel_super_bytes(scales);
+        const uint8_t *codes = cell + panel_head_bytes(scales);
+        unpack_scales(s, i, scales, cell, super);
+        for (uint32_t h = 0; h < 2; h++)
+            for (int g = 0; g < 8; g++) {
+                u8x64 line = unpacked_line(codes + h * panel_half_bytes(bits), bits, g);
+                _mm512_store_si512(s->b + i * GROUP_BYTES + (h * 8 + (uint32_t)g) * LINE,
+                                   _mm512_sub_epi8(line, _mm512_set1_epi8(offset)));
+            }
+    }
+}
+
+/* What 16 rows x 16 outputs need of a stretch: n units of 32 columns, or of 16 where a group has two scales. */
+struct unit_run {
+    enum quant_scales scales;
+    uint32_t n, per_group, rows; /* rows: the tile's stride in d and s */
+    const int8_t *a, *b;
+    size_t a_step; /* of a group */
+    const float *w, *m;          /* [.][PANEL_ROWS] */
+    const float *d, *s;          /* [group][rows] */
+};
+
+V_INLINE const int8_t *unit_a(const struct unit_run *run, uint32_t u)
+{
+    return run->per_group == 1 ? run->a + u * run->a_step : run->a + u / 2 * run->a_step + u % 2 * 16;
+}
+
+V_INLINE const int8_t *unit_b(const struct unit_run *run, uint32_t u)
+{
+    return run->per_group == 1 ? run->b + u * GROUP_BYTES : run->b + u / 2 * GROUP_BYTES + u % 2 * 4 * LINE;
+}
+
+V_INLINE void scale_unit(const struct unit_run *run, const int32_t *sums, uint32_t u, v16 acc[AMX_ROWS])
+{
+    bool minimum = run->scales == QUANT_SCALE_MIN || run->scales == QUANT_SUPER_MIN;
+    v16 w = v16_load(run->w + (size_t)u * PANEL_ROWS), m = minimum ? v16_load(run->m + (size_t)u * PANEL_ROWS) : w;
+    const float *d = run->d + u / run->per_group * run->rows, *s = run->s + u / run->per_group * run->rows;
+    _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++)
+    {
+        v16 sum = v16_from_i32(_mm512_load_si512(sums + 16 * r));
+        acc[r] = v16_fma(sum, v16_mul(w, v16_set1(d[r])), acc[r]);
+        if (minimum)
+            acc[r] = v16_fma(m, v16_set1(s[r]), acc[r]);
+    }
+}
+
+/* Tile numbers must be literals. */
+#define DOT(t, ta, tb, u)                                                                                                        \
+    do {                                                                                                                         \
+        _tile_zero(t);                                                                                                           \
+        _tile_loadd(ta, unit_a(run, u), QUANT_GROUP);                                                                            \
+        _tile_loadd(tb, unit_b(run, u), LINE);                                                                                   \
+        _tile_dpbssd(t, ta, tb);                                                                                                 \
+    } while (0)
+#define PUT(t) _tile_stored(t, sums[t], LINE)
+/* Unit u is scaled while u + 1 is stored and u + 3 is multiplied. */
+#define STEP(k, scaled, stored, t, ta, tb)                                                                                       \
+    do {                                                                                                                         \
+        PUT(stored);                                                                                                             \
+        DOT(t, ta, tb, u + (k) + 3);                                                                                             \
+        scale_unit(run, sums[scaled], u + (k), acc);                                                                             \
+    } while (0)
+#define LAST(k, scaled, stored, t, ta, tb)                                                                                       \
+    do {                                                                                                                         \
+        if (u + (k) < run->n) {                                                                                                  \
+            if (u + (k) + 1 < run->n)                                                                                            \
+                PUT(stored);                                                                                                     \
+            if (u + (k) + 3 < run->n)                                                                                            \
+                DOT(t, ta, tb, u + (k) + 3);                                                                                     \
+            scale_unit(run, sums[scaled], u + (k), acc);                                                                         \
+        }                                                                                                                        \
+    } while (0)
+
+V_INLINE void multiply_units(const struct unit_run *run, int32_t sums[4][AMX_ROWS * 16], v16 acc[AMX_ROWS])
+{
+    uint32_t u = 0;
+    DOT(0, 4, 6, 0);
+    if (run->n > 1)
+        DOT(1, 5, 7, 1);
+    PUT(0);
+    if (run->n > 2)
+        DOT(2, 4, 6, 2);
+    for (; u + 7 <= run->n; u += 4) {
+        STEP(0, 0, 1, 3, 5, 7);
+        STEP(1, 1, 2, 0, 4, 6);
+        STEP(2, 2, 3, 1, 5, 7);
+        STEP(3, 3, 0, 2, 4, 6);
+    }
+    LAST(0, 0, 1, 3, 5, 7);
+    LAST(1, 1, 2, 0, 4, 6);
+    LAST(2, 2, 3, 1, 5, 7);
+    LAST(3, 3, 0, 2, 4, 6);
+    LAST(4, 0, 1, 3, 5, 7);
+    LAST(5, 1, 2, 0, 4, 6);
+}
+
+/* One tile of rows times a stretch; `sums` carries the f32 sums from stretch to stretch, [half][16 rows][16]. */
+V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, const struct acts *a, uint32_t tile, size_t first,
+                           uint32_t n, float *carried)
+{
+    uint32_t rows = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE, per_group = scales == QUANT_SUPER_16 ? 2 : 1;
+    size_t at = tile * (size_t)(a->cols / QUANT_GROUP) + first * rows;
+    struct unit_run run = {.scales = scales,
+                           .n = n * per_group,
+                           .per_group = per_group,
+                           .rows = rows,
+                           .a = a->q + at * QUANT_GROUP,
+                           .a_step = (size_t)rows * QUANT_GROUP,
+                           .d = a->d + at,
+                           .s = a->s + at};
+    for (uint32_t h = 0; h < 2; h++, carried += AMX_ROWS * 16) {
+        v16 acc[AMX_ROWS];
+        run.b = s->b + h * 8 * LINE;
+        run.w = s->d[0] + 16 * h;
+        run.m = s->m[0] + 16 * h;
+        _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) acc[r] = first ? v16_load(carried + 16 * r) : v16_set1(0);
+        multiply_units(&run, s->sums, acc);
+        _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) v16_store(carried + 16 * r, acc[r]);
+    }
+}
+
+static void store_tile(const struct panel_store *store, uint32_t row, uint32_t rows, uint32_t p, uint32_t n_valid,
+                       const float *carried)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        for (uint32_t h = 0; h < 2; h++) {
+            int n = (int)n_valid - (int)(16 * h);
+            size_t column = (size_t)p * PANEL_ROWS + 16 * h;
+            float *out = store->out + (row + r) * store->ld + column;
+            if (n <= 0)
+                break;
+            v16 value = v16_load(carried + (h * AMX_ROWS + r) * 16);
+            if (store->bias)
+                value = v16_add(value, v16_load_n(store->bias + column, n));
+            if (store->accumulate)
+                value = v16_add(v16_load_n(out, n), value);
+            v16_store_n(out, value, n);
+        }
+}
+
+/* Rows first..end: whole tiles of activations, of which the last may be short. Its missing rows are read from what follows (the
+ * activations have room for that) and not stored. */
+V_INLINE void amx_block(uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p, const struct acts *a,
+                        uint32_t first, uint32_t end, const struct panel_store *store)
+{
+    struct stretch s;
+    _Alignas(64) float carried[BLOCK_ROWS * PANEL_ROWS];
+    const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
+    size_t groups = w->cols / QUANT_GROUP;
+    for (size_t g = 0; g < groups; g += STRETCH) {
+        uint32_t n = (uint32_t)(groups - g < STRETCH ? groups - g : STRETCH);
+        unpack_stretch(&s, bits, scales, panel, g, n);
+        for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
+            tile_stretch(&s, scales, a, tile, g, n, carried + (size_t)(tile - first) * PANEL_ROWS);
+    }
+    for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
+        store_tile(store, tile, end - tile < ACTS_TILE ? end - tile : ACTS_TILE, p, w->rows - p * PANEL_ROWS,
+                   carried + (size_t)(tile - first) * PANEL_ROWS);
+}
+
+V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p,
+                        const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store)
+{
+    uint32_t rest = (end - first) % ACTS_TILE, stop = rest < LEAST_REST ? end - rest : end;
+    if (end - first >= LEAST_ROWS) {
+        amx_begin(AMX_ROWS, scales == QUANT_SUPER_16 ? 16 : 32);
+        for (; first < stop; first += BLOCK_ROWS)
+            amx_block(bits, scales, w, p, a, first, stop - first < BLOCK_ROWS ? stop : first + BLOCK_ROWS, store);
+        amx_end();
+        first = stop;
+    }
+    if (first < end)
+        kernels_avx512.panel[kind](w, p, a, first, end, store);
+}
+
+#define AMX_PANEL(name, kind, bits, scales)                                                                                      \
+    static void name(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,                     \
+                     const struct panel_store *store)                                                                            \
+    {                                                                                                                            \
+        amx_panel(kind, bits, scales, w, p, a, first, end, store);                                                               \
+    }
+AMX_PANEL(panel_scale_4, PANEL_SCALE_4, 4, QUANT_SCALE)
+AMX_PANEL(panel_scale_5, PANEL_SCALE_5, 5, QUANT_SCALE)
+AMX_PANEL(panel_scale_8, PANEL_SCALE_8, 8, QUANT_SCALE)
+AMX_PANEL(panel_min_4, PANEL_MIN_4, 4, QUANT_SCALE_MIN)
+AMX_PANEL(panel_min_5, PANEL_MIN_5, 5, QUANT_SCALE_MIN)
+AMX_PANEL(panel_super_min_4, PANEL_SUPER_MIN_4, 4, QUANT_SUPER_MIN)
+AMX_PANEL(panel_super_min_5, PANEL_SUPER_MIN_5, 5, QUANT_SUPER_MIN)
+AMX_PANEL(panel_super16_6, PANEL_SUPER16_6, 6, QUANT_SUPER_16)
+
+void kernels_amx(struct kernels *out)
+{
+    *out = kernels_avx512;
+    out->name = "amx";
+    out->attention = attention_amx;
+    out->attention_rows = ATTENTION_TILE;
+    out->panel[PANEL_SCALE_4] = panel_scale_4;
+    out->panel[PANEL_SCALE_5] = panel_scale_5;
+    out->panel[PANEL_SCALE_8] = panel_scale_8;
+    out->panel[PANEL_MIN_4] = panel_min_4;
+    out->panel[PANEL_MIN_5] = panel_min_5;
+    out->panel[PANEL_SUPER_MIN_4] = panel_super_min_4;
+    out->panel[PANEL_SUPER_MIN_5] = panel_super_min_5;
+    out->panel[PANEL_SUPER16_6] = panel_super16_6;
+}
