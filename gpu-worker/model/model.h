@@ -24,7 +24,7 @@ struct sample_result;
 struct model_options {
     const char *path;
     const char *device;                            /* "auto", "cpu", "cuda" */
-    const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512" … */
+    const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512", "amx" */
     uint32_t threads;                              /* 0 = all cores */
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */
@@ -38,7 +38,7 @@ struct model_info {
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, hidden, n_vocab; /* n_vocab: rows of the output matrix */
     uint32_t max_position;                                             /* the file's context length */
     uint64_t weight_bytes;
-    char backend[64]; /* "cpu avx512-vnni, 2 threads" */
+    char backend[64]; /* "cpu amx, 2 threads" */
 };
 
 int model_open(struct model **out, const struct model_options *options, struct kvg_error *err);

@@ -180,13 +180,16 @@ def test_files_that_may_load_mean_what_they_say(tmp_path):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_every_format_loads_and_gives_the_same_bits_on_every_instruction_set(kind, tmp_path):
+    """The attention of AMX has bits of its own: "auto" may be that, and then is only near."""
     shape = Shape(hidden=256, heads=4, kv_heads=2, ffn=256)
     _, ids = build(tmp_path / "m.gguf", shape, types=kind)
     results = []
-    for isa in ("auto", "avx2", "generic"):
+    for isa in ("avx512", "avx2", "generic"):
         done, got = run(tmp_path / "m.gguf", ids[:20], tmp_path, isa)
         if "which this CPU lacks" not in done.stderr:
             assert done.returncode == 0, done.stderr
             results.append(got)
     assert np.isfinite(results[0]).all()
     assert all(np.array_equal(results[0], other) for other in results[1:])
+    auto = run(tmp_path / "m.gguf", ids[:20], tmp_path)[1]
+    assert np.abs(auto - results[0]).max() <= 0.01 * np.abs(results[0]).max()

@@ -9,6 +9,7 @@ enum { KV_PAGE = 16, KEY_TILE = 64, ATTENTION_TILE = 64, MAX_HEAD_DIM = 256 };
  * is a dimension:  k [block][kv_head][block_size / 16][head_dim][16]   v [block][kv_head][block_size][head_dim]   (f16) */
 struct kv_layer {
     uint16_t *k, *v;
+    size_t block_values; /* from block to block: a block of all layers lies in one piece */
     uint32_t n_kv_heads, head_dim, block_size, block_shift;
 };
 
@@ -17,7 +18,7 @@ struct attention_tile {
     const struct kv_layer *kv;
     const uint32_t *blocks;
     uint32_t kv_head, n_rows;
-    const float *q[ATTENTION_TILE];  /* [head_dim] each */
+    const float *q[ATTENTION_TILE]; /* [head_dim] each */
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */
     float scale;
@@ -55,9 +56,10 @@ static inline struct key_pages find_pages(const struct attention_tile *tile, uin
     pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
     for (uint32_t i = 0; i < pages.n_pages; i++) {
         uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
-        size_t head = ((size_t)tile->blocks[position >> kv->block_shift] * kv->n_kv_heads + tile->kv_head) * kv->block_size;
-        pages.k[i] = kv->k + (head + slot) * kv->head_dim;
-        pages.v[i] = kv->v + (head + slot) * kv->head_dim;
+        size_t at = tile->blocks[position >> kv->block_shift] * kv->block_values +
+                    ((size_t)tile->kv_head * kv->block_size + slot) * kv->head_dim;
+        pages.k[i] = kv->k + at;
+        pages.v[i] = kv->v + at;
     }
     return pages;
 }

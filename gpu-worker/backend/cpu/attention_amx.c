@@ -6,8 +6,8 @@
  *   q k = q_high k_high + q_low k_high + q_high k_low     (q_low k_low is 2^-16 of it)
  *
  * Per 64 keys at fixed absolute positions, keys and values are split once for all rows of the tile (tokens and heads of the
- * group); then for 16 rows: scores by TDPBF16PS over head_dim, one row of online softmax at a time, values by TDPBF16PS over keys,
- * o = fma(o, f, values). A row's numbers depend on nothing but the row and its keys, so they are the same in every tile.
+ * group); then for 16 rows: scores by TDPBF16PS over head_dim, one row of online softmax at a time, values by TDPBF16PS over
+ * keys, o = fma(o, f, values). A row's numbers depend on nothing but the row and its keys, so they are the same in every tile.
  */
 #include "gpu-worker/backend/cpu/amx.h"
 #include "gpu-worker/backend/cpu/attention.h"
@@ -33,8 +33,8 @@ V_INLINE void split_pair(v16 a, v16 b, uint32_t *high, uint32_t *low)
 V_INLINE void split_row(v16 a, v16 b, uint16_t *high, uint16_t *low)
 {
     const __m512i half = _mm512_set1_epi32(0x8000), mask = _mm512_set1_epi32((int)HIGH);
-    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
-                                         17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
+                                         19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     __m512i x = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(a), half), mask);
     __m512i y = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(b), half), mask);
     _mm512_store_si512(high, _mm512_permutex2var_epi16(x, odd, y));

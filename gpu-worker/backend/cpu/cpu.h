@@ -11,10 +11,10 @@
 struct tensor {
     struct tensor *next; /* the backend's list */
     uint32_t rows, cols;
-    float *data;                       /* activations and vectors [rows, cols], owned */
+    float *data;                       /* activations and vectors [rows, cols] */
     const struct quant_format *format; /* embeddings: the file's bytes, not owned */
     const void *mapped;
-    struct panels panels; /* matmul weights; panels.data owned */
+    struct panels panels; /* matmul weights */
 };
 
 struct row_place {
@@ -27,6 +27,7 @@ struct cpu_backend {
     struct thread_pool *pool;
     struct backend_options options;
     struct tensor *tensors;
+    struct arena_chunk *arena; /* the tensors' values */
 
     struct backend_kv kv;
     struct kv_layer *layers; /* [kv.n_layers] */

@@ -4,13 +4,66 @@
 #include <string.h>
 #include <sys/mman.h>
 
+/* ---- memory on huge pages: with small ones a core that streams through weights or KV blocks waits for the TLB ---- */
+
+enum { HUGE_PAGE = 2 << 20 };
+
+static size_t huge_size(size_t n)
+{
+    return (n + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
+}
+
 void *cpu_alloc(size_t n)
 {
-    enum { HUGE_PAGE = 2 << 20 }; /* what is read once a step should not miss the TLB, too */
     size_t alignment = n >= HUGE_PAGE ? HUGE_PAGE : 64;
-    void *memory = aligned_alloc(alignment, (n + 63) & ~(size_t)63);
+    void *memory = aligned_alloc(alignment, (n + alignment - 1) & ~(alignment - 1));
     if (memory && n >= HUGE_PAGE)
         madvise(memory, n, MADV_HUGEPAGE);
+    return memory;
+}
+
+/* Zeroed memory of huge_size(n) bytes; NULL when there is none. */
+static void *huge_map(size_t n)
+{
+    size_t size = huge_size(n);
+    uint8_t *memory = mmap(NULL, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return NULL;
+    size_t before = huge_size((uintptr_t)memory) - (uintptr_t)memory;
+    if (before)
+        munmap(memory, before);
+    munmap(memory + before + size, HUGE_PAGE - before);
+    madvise(memory + before, size, MADV_HUGEPAGE); /* refused: slower, not wrong */
+    return memory + before;
+}
+
+static void huge_unmap(void *memory, size_t n)
+{
+    if (memory)
+        munmap(memory, huge_size(n));
+}
+
+/* Tensors live until the backend is closed, so they are cut from chunks one after the other. */
+struct arena_chunk {
+    struct arena_chunk *next;
+    size_t size, used;
+};
+enum { ARENA_CHUNK = 32 << 20 };
+
+/* 64-byte aligned and zeroed. */
+static void *arena_alloc(struct cpu_backend *cpu, size_t n)
+{
+    struct arena_chunk *chunk = cpu->arena;
+    n = (n + 63) & ~(size_t)63;
+    if (!chunk || chunk->size - chunk->used < n) {
+        size_t size = n + LINE > ARENA_CHUNK ? huge_size(n + LINE) : ARENA_CHUNK;
+        if (size < n || !(chunk = huge_map(size)))
+            return NULL;
+        *chunk = (struct arena_chunk){cpu->arena, size, LINE};
+        cpu->arena = chunk;
+    }
+    void *memory = (uint8_t *)chunk + chunk->used;
+    chunk->used += n;
     return memory;
 }
 
@@ -28,9 +81,10 @@ static struct tensor *tensor_new(struct cpu_backend *cpu, uint32_t rows, uint32_
 
 int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err)
 {
-    struct tensor *tensor = tensor_new(cpu_of(backend), rows, cols);
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct tensor *tensor = tensor_new(cpu, rows, cols);
     if (tensor)
-        tensor->data = cpu_alloc((size_t)rows * cols * sizeof *tensor->data);
+        tensor->data = arena_alloc(cpu, (size_t)rows * cols * sizeof *tensor->data);
     if (!tensor || !tensor->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for activations of %u x %u values", rows, cols);
     *out = tensor;
@@ -88,7 +142,7 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
     if (!panels_layout(panels, weight->format, weight->rows, weight->cols))
         return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
                         weight->format->name, weight->format->block_values);
-    panels->data = cpu_alloc(panels->n_panels * panels->panel_bytes);
+    panels->data = arena_alloc(cpu, panels->n_panels * panels->panel_bytes);
     if (!panels->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
     struct pack_job job = {panels, weight};
@@ -116,7 +170,7 @@ int cpu_weight(struct backend *backend, struct tensor **out, const struct backen
         tensor->mapped = weight->data;
         return 0;
     }
-    tensor->data = cpu_alloc((size_t)weight->rows * weight->cols * sizeof *tensor->data);
+    tensor->data = arena_alloc(cpu, (size_t)weight->rows * weight->cols * sizeof *tensor->data);
     if (!tensor->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for a vector of %u values", weight->cols);
     quant_decode(weight->format, weight->data, tensor->data, (size_t)weight->rows * weight->cols);
@@ -152,17 +206,17 @@ int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kv
     int failed = check_kv(kv, err);
     if (failed)
         return failed;
-    size_t pool = kv_layer_values(kv) * kv->n_blocks; /* values of one layer's k, or v */
-    cpu->kv_bytes = pool * 2 * kv->n_layers * sizeof(uint16_t);
+    size_t values = kv_layer_values(kv); /* of a block's k, or v, in one layer */
+    cpu->kv_bytes = cpu_kv_block_bytes(backend, kv) * kv->n_blocks;
     cpu->layers = calloc(kv->n_layers, sizeof *cpu->layers);
-    void *memory = mmap(NULL, cpu->kv_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (!cpu->layers || memory == MAP_FAILED)
+    cpu->kv_memory = huge_map(cpu->kv_bytes);
+    if (!cpu->layers || !cpu->kv_memory)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u KV blocks (%zu bytes)", kv->n_blocks, cpu->kv_bytes);
-    cpu->kv_memory = memory;
     cpu->kv = *kv;
     for (uint32_t i = 0; i < kv->n_layers; i++)
-        cpu->layers[i] = (struct kv_layer){.k = cpu->kv_memory + (size_t)i * 2 * pool,
-                                           .v = cpu->kv_memory + ((size_t)i * 2 + 1) * pool,
+        cpu->layers[i] = (struct kv_layer){.k = cpu->kv_memory + (size_t)i * 2 * values,
+                                           .v = cpu->kv_memory + ((size_t)i * 2 + 1) * values,
+                                           .block_values = (size_t)kv->n_layers * 2 * values,
                                            .n_kv_heads = kv->n_kv_heads,
                                            .head_dim = kv->head_dim,
                                            .block_size = kv->block_size,
@@ -174,8 +228,6 @@ void cpu_free_memory(struct cpu_backend *cpu)
 {
     for (struct tensor *next, *tensor = cpu->tensors; tensor; tensor = next) {
         next = tensor->next;
-        free(tensor->data);
-        free(tensor->panels.data);
         free(tensor);
     }
     struct acts *a = &cpu->acts;
@@ -185,6 +237,9 @@ void cpu_free_memory(struct cpu_backend *cpu)
     free(cpu->places);
     free(cpu->tiles);
     free(cpu->layers);
-    if (cpu->kv_memory)
-        munmap(cpu->kv_memory, cpu->kv_bytes);
+    huge_unmap(cpu->kv_memory, cpu->kv_bytes);
+    for (struct arena_chunk *next, *chunk = cpu->arena; chunk; chunk = next) {
+        next = chunk->next;
+        huge_unmap(chunk, chunk->size);
+    }
 }

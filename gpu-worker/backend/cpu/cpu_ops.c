@@ -111,7 +111,7 @@ static void rmsnorm_rows(void *arg, uint32_t thread, uint32_t first, uint32_t en
     size_t cols = job->x->cols;
     for (uint32_t r = first; r < end; r++)
         job->cpu->kernels.rmsnorm(job->x->data + r * cols, job->weight->data, (uint32_t)cols, job->eps,
-                                   job->out->data + r * cols);
+                                  job->out->data + r * cols);
 }
 
 void cpu_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,

@@ -270,7 +270,7 @@ static void rotate(float *head, const float *angles, uint32_t rotated, enum rope
 
 static void store_kv(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v)
 {
-    size_t head = ((size_t)block * kv->n_kv_heads + kv_head) * kv->block_size * kv->head_dim;
+    size_t head = block * kv->block_values + (size_t)kv_head * kv->block_size * kv->head_dim;
     uint16_t *keys = kv->k + head + (size_t)(slot / KV_PAGE) * KV_PAGE * kv->head_dim + slot % KV_PAGE;
     uint16_t *values = kv->v + head + (size_t)slot * kv->head_dim;
     uint16_t half[16];

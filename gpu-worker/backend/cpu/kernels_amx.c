@@ -83,9 +83,9 @@ struct unit_run {
     enum quant_scales scales;
     uint32_t n, per_group, rows; /* rows: the tile's stride in d and s */
     const int8_t *a, *b;
-    size_t a_step; /* of a group */
-    const float *w, *m;          /* [.][PANEL_ROWS] */
-    const float *d, *s;          /* [group][rows] */
+    size_t a_step;      /* of a group */
+    const float *w, *m; /* [.][PANEL_ROWS] */
+    const float *d, *s; /* [group][rows] */
 };
 
 V_INLINE const int8_t *unit_a(const struct unit_run *run, uint32_t u)

@@ -1,5 +1,6 @@
 /* A real model's forward pass: the logits of a token are the same bits in any chunk, batch, block placement, on any thread count
- * and instruction set (AMX has an attention, so bits, of its own); and bad batches and options are refused. Needs build/models (make models). */
+ * and instruction set (AMX has an attention, so bits, of its own); and bad batches and options are refused. Needs build/models
+ * (make models). */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
