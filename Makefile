@@ -204,6 +204,9 @@ CLAIMS ?= 1000000
 bench-redis: deps
 	@mkdir -p $(B)
 	B=$(B) CLAIMS="$(CLAIMS)" $(PYTHON) tests/bench/bench_redis.py
+bench-gateway: deps models
+	$(MAKE) -j$(JOBS) all tools
+	B=$(B) $(PYTHON) tests/bench/bench_gateway.py
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h')
@@ -215,5 +218,5 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
 .PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
-        bench-routing bench-redis check-layers format clean help
+        bench-routing bench-redis bench-gateway check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -151,3 +151,12 @@ def test_bench_redis_prints_its_rows(tmp_path):
     rows = json.loads((tmp_path / "bench-redis.json").read_text())
     assert len(rows) == 1 + 8 and all(r["value"] > 0 for r in rows)
     assert "5,000" in done.stdout and "all, each to another depth" in done.stdout
+
+
+def test_bench_gateway_prints_its_rows(tmp_path):
+    done = run("bench_gateway.py", ROUNDS="1", RATE="60", SECONDS_EACH="0.5", LONG="2000", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench-gateway.json").read_text())
+    assert [r["row"].split(":")[0] for r in rows] == ["2,000-token chat, open loop"] * 2 + [
+        "2,000-token chat, saturation", "2,000 tokens, known prefix", "2,000 tokens, cold"]
+    assert all(r["peer"] == "proxy_pass" and r["peer_value"] > 0 for r in rows) and '"prefix"' in done.stdout
