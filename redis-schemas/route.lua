@@ -26,7 +26,7 @@ local OWNERS, LEAST_LOADED = 16, 8
 local PAGE, SHORT = 16, 128      -- members of load read at a time; bytes of a list of leases that is looked up as a whole
 local NEAR = 0.25                -- mean prompts of cost within which rendezvous order decides
 local LEASE_SECONDS = 3
-local RESERVED_MS = 10000        -- how long a worker is expected to hold, or compute, what it was sent
+local RESERVED_SECONDS = 10      -- how long a worker is expected to hold, or compute, what it was sent
 local MEAN_WEIGHT = 0.01         -- of one prompt in the mean prompt length
 
 local base = string.sub(KEYS[1], 1, -5)
@@ -41,6 +41,9 @@ local alpha = tonumber(arg(4) or 6)
 local replayed = tonumber(arg(8) or nil)
 local stride = string.find(string.sub(chain, 33, 33), '^%x$') and 32 or 33
 local blocks = math.floor((#chain + stride - 32) / stride)
+
+local clock = redis.call('TIME')
+local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 
 -- 1. Does the caller count blocks as the workers do?
 local meta = redis.call('HMGET', KEYS[1], 'block_size', 'fingerprint', 'schema', 'mean_prompt')
@@ -212,8 +215,9 @@ if blocks > 0 then
     for i, mark in ipairs(marks) do
         keys[i] = base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32)
     end
-    for i, lease in ipairs(redis.call('MGET', unpack(keys))) do
-        if lease then
+    for i, mark in ipairs(redis.call('MGET', unpack(keys))) do
+        local lease, since = string.match(mark or '', '^(%d+) (%S+)$')
+        if lease and now - (tonumber(since) or 0) <= RESERVED_SECONDS then
             leases[#leases + 1] = not reserved[lease] and lease or nil
             reserved[lease] = marks[i]
         end
@@ -292,8 +296,6 @@ end
 
 -- 7. cost = alpha * uncached + backlog. Within a quarter of a mean prompt of the least cost the rendezvous order decides, the
 --    one that gateways fall back to without Redis; without a whole block the least loaded wins, and ties are drawn.
-local clock = redis.call('TIME')
-local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local turn = math.max(1, math.min(blocks, math.floor(1024 / block_size)))
 local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride + 32)
 math.randomseed(math.floor(now * 1e6) % 2147483647)
@@ -343,7 +345,7 @@ if not explain then
             for _, mark in ipairs(marks) do
                 if mark > best.held then
                     redis.pcall('SET', base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32),
-                                best.lease, 'PX', RESERVED_MS)
+                                string.format('%s %.6f', best.lease, now), 'PX', 1000 * RESERVED_SECONDS)
                 end
             end
         end
