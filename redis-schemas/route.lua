@@ -6,7 +6,7 @@
 -- ARGV[2]     prompt tokens                                 (empty = those of the whole blocks)
 -- ARGV[3]     'explain' = reply with every candidate's terms as JSON, and write nothing; 'observe' = reply as always, and
 --             write nothing: the caller sends the request elsewhere
--- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 6)
+-- ARGV[4]     alpha: backlog tokens that one uncached token weighs (empty = 8)
 -- ARGV[5..7]  the caller's block size, fingerprint and schema version (empty = not compared)
 -- ARGV[8]     now in seconds, for replaying traces: a worker whose last heartbeat is more than 3 s older counts as dead
 --             (empty = the server's clock, and a worker lives as long as its key w:<id>)
@@ -37,7 +37,7 @@ local function arg(i)
 end
 local chain = arg(1) or ''
 local explain = arg(3) == 'explain'
-local alpha = tonumber(arg(4) or 6)
+local alpha = tonumber(arg(4) or 8)
 local replayed = tonumber(arg(8) or nil)
 local stride = string.find(string.sub(chain, 33, 33), '^%x$') and 32 or 33
 local blocks = math.floor((#chain + stride - 32) / stride)

@@ -105,7 +105,7 @@ def rendezvous(block_hash, worker):
     return int(hashlib.sha1((block_hash + worker).encode()).hexdigest()[:8], 16)
 
 
-def route_model(workers, chain, prompt_tokens, alpha=6.0, mean=1024.0, block=BLOCK):
+def route_model(workers, chain, prompt_tokens, alpha=8.0, mean=1024.0, block=BLOCK):
     """workers: {id: (depth, backlog)} of those that take work, fewer than 17 owners. The choices of route.lua, best first."""
     by_load = sorted(workers, key=lambda w: workers[w][1])[:8]
     candidates = [w for w in workers if workers[w][0] > 0 or w in by_load]

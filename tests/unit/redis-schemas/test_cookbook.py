@@ -79,7 +79,7 @@ def test_why_would_it_go_there(world):
     by_worker = {c["worker"]: c for c in explained["candidates"]}
     assert by_worker["w1"]["hit_blocks"] == 3 and by_worker["w2"]["hit_blocks"] == 1
     assert explained["blocks"] == 3 and explained["prompt_tokens"] == 96
-    assert by_worker["w1"]["cost"] == 6 * 1 + 70 and by_worker["w2"]["cost"] == 6 * 64 + 5
+    assert by_worker["w1"]["cost"] == 8 * 1 + 70 and by_worker["w2"]["cost"] == 8 * 64 + 5
 
 
 def test_what_does_a_worker_hold(world):

@@ -155,7 +155,7 @@ static void a_query_comes_back_as_choices(void **state)
     assert_string_equal(reply.choices[0].reason, "prefix");
     assert_int_equal(reply.choices[0].hit_blocks, 33);
     assert_int_equal(reply.choices[0].lease, 1);
-    assert_true(reply.choices[0].backlog == 700 && reply.choices[0].cost == 6 * (1300 - 33 * 32) + 700);
+    assert_true(reply.choices[0].backlog == 700 && reply.choices[0].cost == 8 * (1300 - 33 * 32) + 700);
     assert_string_equal(reply.choices[1].reason, "load");
     assert_null(reply.explain);
 
