@@ -128,21 +128,24 @@ static int arguments_value(struct conversation *c, const struct kvg_json *argume
     return 0;
 }
 
-static int function_value(struct conversation *c, const struct kvg_json *function, uint32_t message, uint32_t call,
-                          struct value *out)
+/* The member of an object that is not taken as it was sent. */
+struct special {
+    const char *key;
+    int (*convert)(struct conversation *c, const struct kvg_json *value, uint32_t message, uint32_t call, struct value *out);
+};
+
+/* place: number of the message and of its call. */
+static int object_value(struct conversation *c, const struct kvg_json *object, const struct special *special,
+                        const uint32_t place[2], struct value *out)
 {
-    if (function->type != KVG_JSON_OBJECT) {
-        *out = value_from_json(&c->r, function, KVG_INPUT);
-        return 0;
-    }
-    struct dict *dict = dict_new(&c->r, function->n);
-    for (uint32_t i = 0; dict && i < function->n; i++) {
-        const struct kvg_json *member = &function->items[i];
+    struct dict *dict = dict_new(&c->r, object->n);
+    for (uint32_t i = 0; dict && i < object->n; i++) {
+        const struct kvg_json *member = &object->items[i];
         struct pair *pair = &dict->pairs[dict->n++];
         pair->key = input_str(c, member->key.bytes, member->key.len);
         int rc = 0;
-        if (kvg_str_eq(member->key, "arguments"))
-            rc = arguments_value(c, member, message, call, &pair->value);
+        if (kvg_str_eq(member->key, special->key))
+            rc = special->convert(c, member, place[0], place[1], &pair->value);
         else
             pair->value = value_from_json(&c->r, member, KVG_INPUT);
         if (rc < 0)
@@ -156,29 +159,24 @@ static int function_value(struct conversation *c, const struct kvg_json *functio
     return dict ? 0 : c->err->code;
 }
 
+static int function_value(struct conversation *c, const struct kvg_json *function, uint32_t message, uint32_t call,
+                          struct value *out)
+{
+    static const struct special arguments = {"arguments", arguments_value};
+
+    if (function->type == KVG_JSON_OBJECT)
+        return object_value(c, function, &arguments, (uint32_t[]){message, call}, out);
+    *out = value_from_json(&c->r, function, KVG_INPUT);
+    return 0;
+}
+
 static int call_value_of(struct conversation *c, const struct kvg_json *call, uint32_t message, uint32_t i, struct value *out)
 {
+    static const struct special function = {"function", function_value};
+
     if (call->type != KVG_JSON_OBJECT)
         return fail_param(c->err, KVG_INVALID, "must be an object", "messages[%u].tool_calls[%u]", message, i);
-    struct dict *dict = dict_new(&c->r, call->n);
-    for (uint32_t k = 0; dict && k < call->n; k++) {
-        const struct kvg_json *member = &call->items[k];
-        struct pair *pair = &dict->pairs[dict->n++];
-        pair->key = input_str(c, member->key.bytes, member->key.len);
-        int rc = 0;
-        if (kvg_str_eq(member->key, "function"))
-            rc = function_value(c, member, message, i, &pair->value);
-        else
-            pair->value = value_from_json(&c->r, member, KVG_INPUT);
-        if (rc < 0)
-            return rc;
-        if (pair->key.type == V_ERROR || pair->value.type == V_ERROR)
-            return c->err->code;
-    }
-    if (dict)
-        dict->origin = KVG_INPUT;
-    *out = dict_value(dict);
-    return dict ? 0 : c->err->code;
+    return object_value(c, call, &function, (uint32_t[]){message, i}, out);
 }
 
 static int tool_calls_value(struct conversation *c, const struct kvg_json *calls, uint32_t message, struct value *out)

@@ -1,4 +1,5 @@
 #include "gpu-worker/engine/engine.h"
+#include "gpu-worker/engine/clock.h"
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +18,7 @@ struct engine {
     char *model_name;
     struct stepper step;
     pthread_t thread;
-    _Atomic double last_tick; /* step_now() at the end of the last step or idle wait */
+    _Atomic double last_tick; /* clock_now() at the end of the last step or idle wait */
 
     pthread_mutex_t mutex;
     pthread_cond_t wake;    /* the engine thread waits here while it has nothing to do */
@@ -83,7 +84,7 @@ static int enqueue(struct engine *engine, struct request *request, uint64_t *req
 int engine_submit(struct engine *engine, const struct engine_submit *submit, uint64_t *request_id, struct kvg_error *err)
 {
     struct request *request;
-    double now = step_now();
+    double now = clock_now();
     int rc = request_create(&request, &engine->world, submit, err);
 
     if (rc < 0)
@@ -207,7 +208,7 @@ static void *run(void *context)
         if (work)
             step_run(&engine->step);
         step_report(&engine->step);
-        engine->last_tick = step_now();
+        engine->last_tick = clock_now();
         if (!work)
             wait_for_news(engine);
     }
@@ -328,7 +329,7 @@ static struct engine *new_engine(const struct engine_options *options)
     pthread_mutex_init(&engine->mutex, NULL);
     engine->last_new = &engine->first_new;
     engine->max_waiting = options->max_waiting ? options->max_waiting : 4096;
-    engine->last_tick = step_now();
+    engine->last_tick = clock_now();
     engine_metrics_init(&engine->metrics);
     return engine;
 }
@@ -438,7 +439,7 @@ struct engine_metrics *engine_metrics(struct engine *engine)
 
 bool engine_alive(const struct engine *engine)
 {
-    return step_now() - engine->last_tick < 10;
+    return clock_now() - engine->last_tick < 10;
 }
 
 bool engine_idle(const struct engine *engine)

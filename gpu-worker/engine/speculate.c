@@ -1,4 +1,5 @@
 #include "gpu-worker/engine/speculate.h"
+#include "gpu-worker/engine/clock.h"
 #include <stdlib.h>
 #include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/engine/step.h"
@@ -275,10 +276,10 @@ static void ask_model(struct speculate *spec, uint32_t n, uint32_t n_running)
     }
     if (n_orders == 0)
         return;
-    double start = step_now();
+    double start = clock_now();
     uint32_t made =
         drafter_run(spec->options.drafter, spec->model_orders, n_orders, n_running > 1 ? CATCH_UP_BESIDE : CATCH_UP_ALONE);
-    double seconds = (step_now() - start) / made;
+    double seconds = (clock_now() - start) / made;
     if (near)
         spec->model_seconds += spec->model_seconds > 0 ? 0.2 * (seconds - spec->model_seconds) : seconds;
     for (uint32_t i = 0; i < n; i++) {

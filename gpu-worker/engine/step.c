@@ -1,14 +1,7 @@
 #include "gpu-worker/engine/step.h"
+#include "gpu-worker/engine/clock.h"
 #include <stdlib.h>
-#include <time.h>
 #include "gpu-worker/log.h"
-
-double step_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* ---- what the cache tells goes to the publisher ---------------------------------------------------------------------------- */
 
@@ -120,7 +113,7 @@ static void emit(struct stepper *step, struct sequence *seq, struct engine_event
 void step_add(struct stepper *step, struct request *request)
 {
     struct engine_event event;
-    double now = step_now();
+    double now = clock_now();
 
     for (uint32_t i = 0, n = request->n_choices; i < n; i++) {
         struct sequence *seq = &request->choices[i];
@@ -136,7 +129,7 @@ void step_add(struct stepper *step, struct request *request)
 void step_abort(struct stepper *step, struct request *request, enum engine_finish finish, const char *error)
 {
     struct engine_event event;
-    double now = step_now();
+    double now = clock_now();
 
     for (uint32_t i = 0, n = request->n_choices; i < n; i++) {
         struct sequence *seq = &request->choices[i];
@@ -272,20 +265,20 @@ void step_run(struct stepper *step)
 {
     if (step->spec)
         speculate_propose(step->spec, step->sched.running, step->sched.n_running);
-    double start = step_now();
+    double start = clock_now();
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
     uint32_t decode_rows = step->plan.n_decodes + step->plan.n_drafts;
     batch_fill(&step->batch, &step->plan);
     forward_and_sample(step);
-    double now = step_now();
+    double now = clock_now();
     pacing_observe(&step->sched.pacing, step->plan.n_rows - decode_rows, decode_rows, now - start);
     count_plan(step);
     store_rows(step);
     emit_tokens(step, now);
     if (step->spec)
-        speculate_timed(step->spec, &step->plan, step_now() - start);
+        speculate_timed(step->spec, &step->plan, clock_now() - start);
 }
 
 void step_report(struct stepper *step)

@@ -39,7 +39,6 @@ struct step_options {
 int step_init(struct stepper *step, const struct step_options *options, struct kvg_error *err);
 void step_free(struct stepper *step);
 
-double step_now(void); /* seconds, monotonic */
 void step_add(struct stepper *step, struct request *request);
 /* Ends what is open of the request: FINISH_ABORT, or FINISH_ERROR with a text. Its blocks are free when this returns. */
 void step_abort(struct stepper *step, struct request *request, enum engine_finish finish, const char *error);
