@@ -53,9 +53,11 @@ local function live(number)
     return alive[number]
 end
 
+local settled = {} -- reservations of blocks that are there now: from here on the claims tell
 for at = 1, #events, 21 do
     local own, field = base .. 'own:' .. string.sub(events, at + 1, at + 4), string.sub(events, at + 5, at + 20)
     local stored = string.byte(events, at) == 43
+    settled[#settled + 1] = stored and base .. 'pred:' .. string.sub(events, at + 1, at + 20) or nil
     local list
     local fresh = stored and redis.pcall('HSETNX', own, field, lease)
     if type(fresh) == 'table' then
@@ -90,6 +92,10 @@ for at = 1, #events, 21 do
             redis.call('HSET', own, field, table.concat(kept, ','))
         end
     end
+end
+
+for first = 1, #settled, 1000 do
+    redis.call('DEL', unpack(settled, first, math.min(first + 999, #settled)))
 end
 
 redis.call('HSET', w, seq_field, seq)

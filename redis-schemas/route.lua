@@ -19,7 +19,8 @@
 -- The choice counts at once: the prompt's uncached tokens are added to the worker's load, and to flight:<id> for the
 -- heartbeat, which takes out what the worker's own backlog has in it by then. So callers do not all run to the worker that was
 -- idle at the last heartbeat. And pred:<hash> of blocks 1, 2, 4, … and the last says for ten seconds that this worker will hold
--- them, so that equal prompts which arrive before the first is computed meet. Reads work whatever happens to writes: a failure of those and of the mean prompt length is ignored.
+-- them, or until it has stored them, so that equal prompts which arrive before the first is computed meet. Reads work whatever
+-- happens to writes: a failure of those and of the mean prompt length is ignored.
 
 local ROUNDS, FIELDS = 4, 64     -- at any prompt length
 local OWNERS, LEAST_LOADED = 16, 8
@@ -213,7 +214,7 @@ if blocks > 0 then
     marks[#marks + 1] = blocks
     local keys, leases = {}, {}
     for i, mark in ipairs(marks) do
-        keys[i] = base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32)
+        keys[i] = base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 20)
     end
     for i, mark in ipairs(redis.call('MGET', unpack(keys))) do
         local lease, since = string.match(mark or '', '^(%d+) (%S+)$')
@@ -344,7 +345,7 @@ if not explain then
             redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
             for _, mark in ipairs(marks) do
                 if mark > best.held then
-                    redis.pcall('SET', base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 32),
+                    redis.pcall('SET', base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 20),
                                 string.format('%s %.6f', best.lease, now), 'PX', 1000 * RESERVED_SECONDS)
                 end
             end

@@ -198,13 +198,13 @@ def test_what_is_on_its_way_counts_until_a_heartbeat_has_seen_it(schemas):
     assert schemas.route(chain, tokens, explain="observe", now="1000.0")[1][:5] == ["a", "127.0.0.1:9000", worker.lease, "1", "50"]
     assert load() == 50, "neither of them places anything"
     for number in (1, 2):
-        schemas.client.delete(*[f"{schemas.base}pred:{block}" for block in chain])
+        schemas.client.delete(*[f"{schemas.base}pred:{block[:20]}" for block in chain])
         assert schemas.route(chain, tokens, now="1000.0")[1][4] == str(50 + (number - 1) * (2 * BLOCK + 4))
         assert load() == 50 + number * (2 * BLOCK + 4)
     worker.backlog = 7
     worker.beat(now="1000.4")
     assert load() == 7 + 2 * (2 * BLOCK + 4), "too recent for the backlog of that moment"
-    schemas.client.delete(*[f"{schemas.base}pred:{block}" for block in chain])
+    schemas.client.delete(*[f"{schemas.base}pred:{block[:20]}" for block in chain])
     schemas.route(chain, tokens, now="1000.7")
     worker.beat(now="1000.8")
     assert load() == 7 + 2 * BLOCK + 4
@@ -248,7 +248,22 @@ def test_equal_cold_prompts_at_once_are_prefilled_by_at_most_two_workers(schemas
     assert len(chosen) == 16 and len({row[0] for row in chosen}) <= 2
     explained = json.loads(schemas.route(chain[:100], explain="explain"))["candidates"][0]
     assert (explained["hit_blocks"], explained["reserved_blocks"], explained["hit_exact"]) == (64, 64, False)
-    assert 9000 < schemas.client.pttl(schemas.base + "pred:" + chain[-1]) <= 10000
+    assert 9000 < schemas.client.pttl(schemas.base + "pred:" + chain[-1][:20]) <= 10000
+
+
+def test_a_reservation_ends_when_its_block_is_stored(schemas):
+    """So that an eviction right after it is believed."""
+    chain = random_chain(32)
+    worker = FakeWorker(schemas, "a").up()
+    schemas.route(chain)
+    hit = lambda: schemas.route(chain, explain="observe")[1][3]  # noqa: E731
+    assert hit() == "32"
+    worker.publish(stored=chain[:20])
+    assert hit() == "32", "the rest is still on its way"
+    worker.publish(stored=chain[20:])
+    assert hit() == "32" and not schemas.client.keys(schemas.base + "pred:*")
+    worker.publish(evicted=chain[:3:-1])
+    assert hit() == "4"
 
 
 def test_a_reservation_ends_with_its_lease(schemas):
