@@ -56,13 +56,19 @@ static inline struct cpu_backend *cpu_of(struct backend *backend)
 
 /* 64-byte aligned, n bytes rounded up; NULL when memory is out. */
 void *cpu_alloc(size_t n);
+/* Zeroed memory on huge pages, n bytes rounded up; NULL when there is none. Pages are taken when they are touched. */
+void *cpu_map(size_t n);
+void cpu_unmap(void *memory, size_t n);
 
 int cpu_weight(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
                struct kvg_error *err);
 int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err);
 size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv);
 int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err);
+void cpu_kv_free(struct cpu_backend *cpu);
 void cpu_free_memory(struct cpu_backend *cpu);
+/* Cuts the rows of cpu->step into tiles. */
+void cpu_attention_begin(struct cpu_backend *cpu);
 
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
 int cpu_end_step(struct backend *backend, struct kvg_error *err);

@@ -1,4 +1,4 @@
-/* Tensors, scratch and the KV pool: everything the CPU backend allocates, all before the first step. */
+/* Memory, tensors and scratch: what the CPU backend allocates, all before the first step. */
 #include "gpu-worker/backend/cpu/cpu.h"
 #include <stdlib.h>
 #include <string.h>
@@ -22,8 +22,7 @@ void *cpu_alloc(size_t n)
     return memory;
 }
 
-/* Zeroed memory of huge_size(n) bytes; NULL when there is none. */
-static void *huge_map(size_t n)
+void *cpu_map(size_t n)
 {
     size_t size = huge_size(n);
     uint8_t *memory = mmap(NULL, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -37,7 +36,7 @@ static void *huge_map(size_t n)
     return memory + before;
 }
 
-static void huge_unmap(void *memory, size_t n)
+void cpu_unmap(void *memory, size_t n)
 {
     if (memory)
         munmap(memory, huge_size(n));
@@ -57,7 +56,7 @@ static void *arena_alloc(struct cpu_backend *cpu, size_t n)
     n = (n + 63) & ~(size_t)63;
     if (!chunk || chunk->size - chunk->used < n) {
         size_t size = n + LINE > ARENA_CHUNK ? huge_size(n + LINE) : ARENA_CHUNK;
-        if (size < n || !(chunk = huge_map(size)))
+        if (size < n || !(chunk = cpu_map(size)))
             return NULL;
         *chunk = (struct arena_chunk){cpu->arena, size, LINE};
         cpu->arena = chunk;
@@ -177,53 +176,6 @@ int cpu_weight(struct backend *backend, struct tensor **out, const struct backen
     return 0;
 }
 
-/* ---- KV pool ---- */
-
-static size_t kv_layer_values(const struct backend_kv *kv)
-{
-    return (size_t)kv->block_size * kv->n_kv_heads * kv->head_dim;
-}
-
-size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv)
-{
-    return kv->n_layers * 2 * kv_layer_values(kv) * sizeof(uint16_t);
-}
-
-static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
-{
-    if (kv->block_size < KV_PAGE || kv->block_size > 512 || (kv->block_size & (kv->block_size - 1)))
-        return kvg_fail(err, KVG_INVALID, "block size %u is not a power of two from %d to 512", kv->block_size, KV_PAGE);
-    if (kv->head_dim == 0 || kv->head_dim % 16 || kv->head_dim > MAX_HEAD_DIM)
-        return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 16 up to %d", kv->head_dim, MAX_HEAD_DIM);
-    if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
-        return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
-    return 0;
-}
-
-int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err)
-{
-    struct cpu_backend *cpu = cpu_of(backend);
-    int failed = check_kv(kv, err);
-    if (failed)
-        return failed;
-    size_t values = kv_layer_values(kv); /* of a block's k, or v, in one layer */
-    cpu->kv_bytes = cpu_kv_block_bytes(backend, kv) * kv->n_blocks;
-    cpu->layers = calloc(kv->n_layers, sizeof *cpu->layers);
-    cpu->kv_memory = huge_map(cpu->kv_bytes);
-    if (!cpu->layers || !cpu->kv_memory)
-        return kvg_fail(err, KVG_NOMEM, "no memory for %u KV blocks (%zu bytes)", kv->n_blocks, cpu->kv_bytes);
-    cpu->kv = *kv;
-    for (uint32_t i = 0; i < kv->n_layers; i++)
-        cpu->layers[i] = (struct kv_layer){.k = cpu->kv_memory + (size_t)i * 2 * values,
-                                           .v = cpu->kv_memory + ((size_t)i * 2 + 1) * values,
-                                           .block_values = (size_t)kv->n_layers * 2 * values,
-                                           .n_kv_heads = kv->n_kv_heads,
-                                           .head_dim = kv->head_dim,
-                                           .block_size = kv->block_size,
-                                           .block_shift = (uint32_t)__builtin_ctz(kv->block_size)};
-    return 0;
-}
-
 void cpu_free_memory(struct cpu_backend *cpu)
 {
     for (struct tensor *next, *tensor = cpu->tensors; tensor; tensor = next) {
@@ -236,10 +188,9 @@ void cpu_free_memory(struct cpu_backend *cpu)
     free(cpu->sampling);
     free(cpu->places);
     free(cpu->tiles);
-    free(cpu->layers);
-    huge_unmap(cpu->kv_memory, cpu->kv_bytes);
+    cpu_kv_free(cpu);
     for (struct arena_chunk *next, *chunk = cpu->arena; chunk; chunk = next) {
         next = chunk->next;
-        huge_unmap(chunk, chunk->size);
+        cpu_unmap(chunk, chunk->size);
     }
 }
