@@ -96,6 +96,15 @@ static void prepare_process(sigset_t *ending)
     }
 }
 
+/* The name is one that the flag takes. */
+static enum accept_rule accept_rule(const char *name)
+{
+    return strcmp(name, "rejection") == 0 ? ACCEPT_REJECTION
+           : strcmp(name, "argmax") == 0  ? ACCEPT_ARGMAX
+           : strcmp(name, "top-p") == 0   ? ACCEPT_TOP_P
+                                          : ACCEPT_COUPLED;
+}
+
 /* What the flags say to the engine. */
 static struct engine_options engine_options(const struct worker *worker)
 {
@@ -115,7 +124,23 @@ static struct engine_options engine_options(const struct worker *worker)
         .draft_prompt_model = worker->draft_prompt_model,
         .speculate_ngram = options->speculative_model != NULL,
         .num_speculative_tokens = options->num_speculative_tokens,
+        .accept = accept_rule(options->spec_accept),
     };
+}
+
+static void log_speculation(const struct options *options)
+{
+    static const char *const what[] = {
+        [ACCEPT_COUPLED] = "answers are the same, bit for bit, as without drafts",
+        [ACCEPT_REJECTION] = "answers follow the same distribution as without drafts",
+        [ACCEPT_ARGMAX] = "LOSSY: likely tokens come more often than without drafts",
+        [ACCEPT_TOP_P] = "LOSSY: drafts choose among the likely tokens",
+    };
+    const char *model = options->speculative_model;
+    if (model)
+        log_info("speculation: drafts by %s, --spec-accept %s: %s",
+                 strcmp(model, "ngram") == 0 ? "prompt lookup" : "prompt lookup and a draft model", options->spec_accept,
+                 what[accept_rule(options->spec_accept)]);
 }
 
 static int load_draft_model(struct worker *worker, struct kvg_error *err)
@@ -210,6 +235,7 @@ static int start_engine(struct worker *worker, struct kvg_error *err)
     if (engine_open(&worker->engine, &engine, worker->model, worker->prompt_model, worker->publisher, err) < 0)
         return -1;
     log_cache(worker);
+    log_speculation(options);
     return 0;
 }
 

@@ -55,15 +55,18 @@ static const struct flag flags[] = {
     {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
      "order of waiting requests; priority: lower numbers first; default fcfs"},
     {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE",
-     "draft several tokens and verify them in one step, which changes no output; ngram: what followed the last tokens when they "
+     "draft several tokens and verify them in one step; ngram: what followed the last tokens when they "
      "stood in the context before; FILE: this and a smaller model with the same vocabulary, a GGUF file; default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
      MOST_SPECULATIVE},
     {"speculative-config", TEXT, AT(speculative_config), "JSON",
      "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}"},
-    {"spec-accept", CHOICE, AT(spec_accept), "coupled",
-     "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts; default coupled"},
+    {"spec-accept", CHOICE, AT(spec_accept), "coupled|rejection|argmax|top-p",
+     "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts, so the same answers to the bit; "
+     "rejection: by chance, so that answers follow the same distribution but are other ones; argmax (lossy): the most likely "
+     "token, too; top-p (lossy): any of the likeliest tokens that hold top_p of the probability, 0.9 where the request has 1; "
+     "default coupled"},
     {"device", CHOICE, AT(device), "auto|cpu|cuda",
      "auto takes a CUDA device where this build and machine have one; default auto"},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
@@ -291,6 +294,9 @@ static int check_speculation(struct options *options, struct kvg_error *err)
                         options->speculative_config ? "--speculative-config: \"num_speculative_tokens\""
                                                     : "--num-speculative-tokens",
                         options->speculative_config ? "\"method\"" : "--speculative-model");
+    if (strcmp(options->spec_accept, "coupled") != 0 && !options->speculative_model)
+        return kvg_fail(err, KVG_INVALID, "--spec-accept %s without --speculative-model: there are no drafts to accept",
+                        options->spec_accept);
     return KVG_OK;
 }
 

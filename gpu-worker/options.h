@@ -23,7 +23,8 @@ struct options {
     bool disable_prefix_caching, disable_chunked_prefill;
     const char *scheduling_policy; /* "fcfs", "priority" */
     const char *speculative_model; /* "ngram", a GGUF file, or NULL: no drafts */
-    const char *speculative_config, *spec_accept;
+    const char *speculative_config;
+    const char *spec_accept; /* "coupled", "rejection", "argmax", "top-p" */
     uint32_t num_speculative_tokens;
     const char *device, *cpu_isa;
     uint32_t threads; /* 0 = all cores */

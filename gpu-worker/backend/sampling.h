@@ -56,3 +56,9 @@ struct sample_result {
 
 /* The CPU's implementation over one row of logits, also the reference. scratch: n_vocab floats. Row-independent. */
 void sample_row_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *scratch, struct sample_result *result);
+/* The distribution that a row's token is drawn from, after every parameter: p [n_vocab of the row]. Where there is no choice, as at
+ * temperature 0, all of it is one id's. */
+void sample_distribution_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *p);
+/* For a token that came about otherwise: the log-probabilities that the row asks for, of result->id. scratch: n_vocab floats. */
+void sample_logprobs_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *scratch,
+                         struct sample_result *result);

@@ -1,6 +1,15 @@
 #include "gpu-worker/engine/batch.h"
 #include <stdlib.h>
 #include <string.h>
+#include "gpu-worker/engine/accept.h"
+
+/* Tests plant a mistake with these, to see that they would find it. */
+#ifndef BATCH_OFF_BY_ROW
+#define BATCH_OFF_BY_ROW 0
+#endif
+#ifndef BATCH_OFF_BY_DRAFT
+#define BATCH_OFF_BY_DRAFT 0
+#endif
 
 int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32_t max_outputs, struct kvg_error *err)
 {
@@ -67,7 +76,16 @@ static void add_draw(struct batch *batch, const struct plan_entry *entry)
     batch->draws[batch->n_draws++] =
         (struct draw){.seq = entry->seq, .output = model->n_outputs, .n_drafts = entry->n_drafts, .n_proposed = entry->n_drafts};
     for (uint32_t row = model->n_rows - 1 - entry->n_drafts; row < model->n_rows; row++)
-        batch->outputs[model->n_outputs++] = row;
+        batch->outputs[model->n_outputs++] = row + (row + 1 < model->n_rows ? BATCH_OFF_BY_ROW : 0);
+}
+
+struct accept_draft batch_draft(const struct draw *draw, uint32_t n_vocab)
+{
+    uint32_t at = draw->n_proposed - draw->n_drafts;
+    const float *probs = draw->seq->draft_probs;
+
+    at += draw->n_drafts > 1 ? BATCH_OFF_BY_DRAFT : 0;
+    return (struct accept_draft){.id = draw->seq->ids[draw->seq->n_ids], .q = probs ? probs + (size_t)at * n_vocab : NULL};
 }
 
 void batch_sampling(struct batch *batch, uint32_t n_vocab)

@@ -13,6 +13,8 @@
 #include "gpu-worker/engine/scheduler.h"
 #include "gpu-worker/model/model.h"
 
+struct accept_draft;
+
 /* One sequence's tokens of this step, from `output` on. */
 struct draw {
     struct sequence *seq;
@@ -37,5 +39,7 @@ void batch_free(struct batch *batch);
 void batch_fill(struct batch *batch, const struct step_plan *plan);
 /* How the token behind the sequence's last id is drawn from the output row. */
 struct sample_row batch_sample_row(const struct sequence *seq, uint32_t output, uint32_t n_vocab);
+/* The draw's next draft, of which there is one. */
+struct accept_draft batch_draft(const struct draw *draw, uint32_t n_vocab);
 /* Fills the samples of the next round. n_vocab: ids from it on are padding of the output matrix and cannot be drawn. */
 void batch_sampling(struct batch *batch, uint32_t n_vocab);

@@ -13,6 +13,7 @@ struct drafter {
     struct draft_order **drawn;    /* [n_outputs] */
     struct sample_row *samples;    /* [n_outputs] */
     struct sample_result *results; /* [n_outputs] */
+    float *probs;                  /* [keep_probs, n_vocab] */
     struct model_batch batch;
 };
 
@@ -54,10 +55,12 @@ int drafter_open(struct drafter **out, const struct drafter_options *options, st
     drafter->drawn = calloc(n, sizeof(struct draft_order *));
     drafter->samples = calloc(n, sizeof *drafter->samples);
     drafter->results = calloc(n, sizeof *drafter->results);
+    if (options->keep_probs)
+        drafter->probs = malloc((size_t)options->keep_probs * options->n_vocab * sizeof *drafter->probs);
     drafter->batch = (struct model_batch){.ids = drafter->ids, .seqs = drafter->seqs, .outputs = drafter->outputs};
     int rc = model_kv_alloc(options->model, options->n_blocks, options->block_size, err);
     if (rc == 0 && (!drafter->marks || !drafter->ids || !drafter->seqs || !drafter->outputs || !drafter->drawn ||
-                    !drafter->samples || !drafter->results))
+                    !drafter->samples || !drafter->results || (options->keep_probs && !drafter->probs)))
         rc = kvg_fail(err, KVG_NOMEM, "no memory for drafts of %u sequences", n);
     if (rc < 0) {
         drafter_close(drafter);
@@ -78,6 +81,7 @@ void drafter_close(struct drafter *drafter)
     free(drafter->drawn);
     free(drafter->samples);
     free(drafter->results);
+    free(drafter->probs);
     free(drafter);
 }
 
@@ -155,6 +159,29 @@ static void forward(struct drafter *drafter)
         log_fatal("drafter: forward of %u rows: %s", batch->n_rows, err.message);
 }
 
+/* Where the distributions of the sequences' drafts go. */
+static void place_probs(struct drafter *drafter, const struct draft_order *orders, uint32_t n)
+{
+    float *at = drafter->probs;
+
+    for (uint32_t i = 0; i < n && at; i++) {
+        orders[i].seq->draft_probs = at;
+        at += (size_t)orders[i].n * drafter->options.n_vocab;
+    }
+}
+
+static void keep_probs(struct drafter *drafter, uint32_t made)
+{
+    const float *logits = drafter->probs ? model_logits(drafter->options.model) : NULL;
+    uint32_t n_vocab = model_info(drafter->options.model)->n_vocab;
+
+    for (uint32_t i = 0; i < drafter->batch.n_outputs && logits; i++) {
+        const float *first = drafter->drawn[i]->seq->draft_probs;
+        float *own = drafter->probs + (first - drafter->probs) + (size_t)made * drafter->options.n_vocab;
+        sample_distribution_cpu(logits + (size_t)i * n_vocab, n_vocab, &drafter->samples[i], own);
+    }
+}
+
 uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most)
 {
     struct model_batch *batch = &drafter->batch;
@@ -162,6 +189,7 @@ uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32
 
     most = most > 2 * n ? most : 2 * n; /* all that lack no more than usual get drafts */
     most = most < drafter->options.max_rows ? most : drafter->options.max_rows;
+    place_probs(drafter, orders, n);
     for (;; made++) {
         uint32_t room = most;
         batch->n_rows = batch->n_seqs = batch->n_outputs = 0;
@@ -171,6 +199,7 @@ uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32
         if (batch->n_rows == 0)
             return made;
         forward(drafter);
+        keep_probs(drafter, made);
         for (uint32_t i = 0; i < batch->n_outputs; i++) {
             struct sequence *seq = drafter->drawn[i]->seq;
             seq->ids[seq->n_ids + made] = drafter->results[i].id;

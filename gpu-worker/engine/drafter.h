@@ -27,6 +27,7 @@ struct drafter_options {
     uint32_t n_blocks, block_size;
     uint32_t max_seqs, max_rows; /* at most what the model was opened for */
     uint32_t n_vocab;            /* ids that may be drawn: the target's */
+    uint32_t keep_probs;         /* drafts of one run whose distributions are kept, for acceptance by rejection; 0 = none */
 };
 
 /* Drafts wanted of one sequence, whose table has blocks for them; n becomes what could be had. */
@@ -48,6 +49,6 @@ void drafter_close(struct drafter *drafter);
 uint32_t drafter_covered(const struct drafter *drafter, const struct sequence *seq);
 /* Most ids that a sequence may come to with its drafts. */
 uint32_t drafter_longest(const struct drafter *drafter);
-/* Writes drafts behind the sequences' ids. A forward takes about `most` rows: a sequence that lacks more KV gets some of it and
- * no drafts. Returns how many forwards ran. */
+/* Writes drafts behind the sequences' ids, and with keep_probs sets their draft_probs, valid until the next run. A forward takes
+ * about `most` rows: a sequence that lacks more KV gets some of it and no drafts. Returns how many forwards ran. */
 uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most);

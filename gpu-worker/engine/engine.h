@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/backend/sampling.h"
+#include "gpu-worker/engine/accept.h"
 #include "gpu-worker/metrics.h"
 #include "libprompt/error.h"
 #include "libprompt/prompt.h"
@@ -30,8 +31,9 @@ struct engine_options {
     uint32_t max_waiting;      /* choices queued before KVG_LIMIT; 0 = 4,096 */
     struct model *draft_model; /* the caller's; drafts by a second model; NULL = none */
     const struct kvg_prompt_model *draft_prompt_model; /* its tokenizer, checked against the model's */
-    bool speculate_ngram;                              /* drafts by prompt lookup; changes no output */
+    bool speculate_ngram;                              /* drafts by prompt lookup */
     uint32_t num_speculative_tokens;                   /* drafts of a sequence at first; 0 = 5 */
+    enum accept_rule accept;                           /* which drafts are accepted; 0 = as drawn without drafts */
     uint32_t fixed_drafts;                             /* tests: always this many, whatever they cost; 0 = as it pays */
 };
 

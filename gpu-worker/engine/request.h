@@ -36,8 +36,9 @@ struct sequence {
     uint32_t limit; /* n_ids where generation ends with FINISH_LENGTH */
     struct cache_seq held;
 
-    uint32_t slot;     /* while it runs: its number among the running, from 0 */
-    uint32_t n_drafts; /* proposed behind ids[n_ids] for the next step; n_ids + n_drafts < limit */
+    uint32_t slot;            /* while it runs: its number among the running, from 0 */
+    uint32_t n_drafts;        /* proposed behind ids[n_ids] for the next step; n_ids + n_drafts < limit */
+    const float *draft_probs; /* [n_drafts, n_vocab] what each was drawn from, where that is kept; NULL: there was no choice */
 
     uint32_t cached_tokens; /* of the first admission */
     uint32_t preemptions;

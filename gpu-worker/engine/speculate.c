@@ -177,6 +177,7 @@ static uint32_t find_candidates(struct speculate *spec, struct sequence *const *
     for (uint32_t i = 0; i < n_running; i++) {
         struct sequence *seq = running[i];
         seq->n_drafts = 0;
+        seq->draft_probs = NULL;
         if (sequence_pending(seq) != 1)
             continue;
         ++*n_decodes;

@@ -4,8 +4,9 @@
  *   drawn           x1 x2 x3 x4     x1 = d1: accepted; x2 != d2: x2 is committed and the rest of the row is forgotten
  *   next step rows  x2 …
  *
- * Acceptance is by coupling (arXiv 2408.07978): each token is drawn as without drafts, with the noise of its position, and a
- * draft is accepted exactly where it equals it. So drafts, and how many there are, change the speed and never the output.
+ * Acceptance is by coupling (arXiv 2408.07978), unless another rule is asked for (accept.h): each token is drawn as without
+ * drafts, with the noise of its position, and a draft is accepted exactly where it equals it. So drafts, and how many there are,
+ * change the speed and never the output.
  *
  * How many are worth it is measured. Each sequence has a limit of drafts that starts at 5 and moves between 2 and 10 with the
  * acceptance of its last 50 verifications. Below it, each step takes the number of drafts, over all sequences, with the most

@@ -63,7 +63,10 @@ int step_init(struct stepper *step, const struct step_options *options, struct k
         return rc;
     step->plan.entries = calloc(options->sched.max_num_seqs, sizeof *step->plan.entries);
     step->output.piece = malloc(options->longest_piece + 8);
-    if (!step->plan.entries || !step->output.piece)
+    step->accept = options->accept;
+    if (step->accept != ACCEPT_COUPLED)
+        step->scratch = malloc(model_info(step->model)->n_vocab * sizeof *step->scratch);
+    if (!step->plan.entries || !step->output.piece || (step->accept != ACCEPT_COUPLED && !step->scratch))
         return kvg_fail(err, KVG_NOMEM, "no memory for the step's tables");
     return 0;
 }
@@ -72,6 +75,7 @@ void step_free(struct stepper *step)
 {
     free(step->plan.entries);
     free(step->output.piece);
+    free(step->scratch);
     speculate_close(step->spec);
     batch_free(&step->batch);
     sched_free(&step->sched);
@@ -186,6 +190,22 @@ static void count_plan(struct stepper *step)
     histogram_add(&m->batch_utilization, (double)plan->n_rows / step->max_rows);
 }
 
+/* What was drawn as without drafts gives way to a draft, or to what the rule draws in its place. */
+static void accept_drafts(struct stepper *step)
+{
+    struct batch *batch = &step->batch;
+    const float *logits = model_logits(step->model);
+    uint32_t n_vocab = model_info(step->model)->n_vocab;
+
+    for (uint32_t i = 0; i < batch->n_draws; i++) {
+        if (batch->draws[i].n_drafts == 0)
+            continue;
+        struct accept_draft draft = batch_draft(&batch->draws[i], step->n_vocab);
+        accept_draft(step->accept, logits + (size_t)batch->draws[i].output * n_vocab, n_vocab, &batch->samples[i], &draft,
+                     step->scratch, &batch->results[i]);
+    }
+}
+
 static void sample_round(struct stepper *step)
 {
     struct batch *batch = &step->batch;
@@ -194,6 +214,8 @@ static void sample_round(struct stepper *step)
     batch_sampling(batch, step->n_vocab);
     if (batch->n_draws && model_sample(step->model, batch->samples, batch->n_draws, batch->results, &err) < 0)
         log_fatal("engine: sampling of %u rows: %s", batch->n_draws, err.message);
+    if (step->spec && step->accept != ACCEPT_COUPLED)
+        accept_drafts(step);
 }
 
 static void forward_and_sample(struct stepper *step)

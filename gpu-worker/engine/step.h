@@ -3,6 +3,7 @@
  */
 #pragma once
 #include <stdbool.h>
+#include "gpu-worker/engine/accept.h"
 #include "gpu-worker/engine/batch.h"
 #include "gpu-worker/engine/output.h"
 #include "gpu-worker/engine/scheduler.h"
@@ -20,6 +21,8 @@ struct stepper {
     struct batch batch;
     struct output output;
     struct speculate *spec; /* NULL: no drafts */
+    enum accept_rule accept;
+    float *scratch; /* [n_vocab of the model]; NULL with ACCEPT_COUPLED */
     struct engine_metrics *metrics;
     uint32_t n_vocab, max_rows;
     void (*ended)(void *context, struct request *request); /* after its last event: the request may go */
@@ -30,6 +33,7 @@ struct step_options {
     struct scheduler_options sched;
     struct speculate_options spec;  /* most_drafts 0: no drafts */
     struct drafter_options drafter; /* model NULL: none */
+    enum accept_rule accept;
     uint32_t n_blocks;
     uint32_t n_vocab;     /* ids that may be drawn */
     size_t longest_piece; /* bytes that one token's text can come to */

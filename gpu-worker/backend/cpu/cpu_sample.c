@@ -313,7 +313,9 @@ static uint32_t first_allowed(uint32_t n, const struct sample_row *row)
     return 0;
 }
 
-static uint32_t choose(const float *logits, uint32_t n, const struct sample_row *row, float *w)
+/* Log-probabilities after every parameter, up to a constant: w[n], 0 for the most likely id. False: there is no choice, *likely
+ * is the token, and w is not filled. */
+static bool weigh_row(const float *logits, uint32_t n, const struct sample_row *row, float *w, uint32_t *likely)
 {
     bool greedy = !(row->temperature > SAMPLE_GREEDY_BELOW);
     const float *z = logits;
@@ -323,25 +325,51 @@ static uint32_t choose(const float *logits, uint32_t n, const struct sample_row 
         z = w;
     }
     float max = largest(z, n);
-    uint32_t likely = first_equal(z, n, max);
-    if (likely == n || max == -INFINITY)
-        return first_allowed(n, row);
-    if (greedy)
-        return likely;
-    for (uint32_t i = 0; i < n; i++)
-        w[i] = (w[i] - max) / row->temperature + 0.0f; /* no -0: keys and comparisons must agree */
-    filter(w, n, row);
-    return draw(w, n, row, likely);
+    *likely = first_equal(z, n, max);
+    if (*likely == n || max == -INFINITY)
+        *likely = first_allowed(n, row);
+    else if (!greedy) {
+        for (uint32_t i = 0; i < n; i++)
+            w[i] = (w[i] - max) / row->temperature + 0.0f; /* no -0: keys and comparisons must agree */
+        filter(w, n, row);
+        return true;
+    }
+    return false;
+}
+
+static uint32_t row_vocab(uint32_t n_vocab, const struct sample_row *row)
+{
+    return row->n_vocab && row->n_vocab < n_vocab ? row->n_vocab : n_vocab;
 }
 
 void sample_row_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *scratch,
                     struct sample_result *result)
 {
-    uint32_t n = row->n_vocab && row->n_vocab < n_vocab ? row->n_vocab : n_vocab;
+    uint32_t n = row_vocab(n_vocab, row), likely;
 
+    result->id = weigh_row(logits, n, row, scratch, &likely) ? draw(scratch, n, row, likely) : likely;
+    sample_logprobs_cpu(logits, n_vocab, row, scratch, result);
+}
+
+void sample_distribution_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *p)
+{
+    uint32_t n = row_vocab(n_vocab, row), likely;
+
+    if (!weigh_row(logits, n, row, p, &likely)) {
+        memset(p, 0, n * sizeof *p);
+        p[likely] = 1;
+        return;
+    }
+    float scale = (float)(1 / total_mass(p, n));
+    for (uint32_t i = 0; i < n; i++)
+        p[i] = sample_exp(p[i]) * scale;
+}
+
+void sample_logprobs_cpu(const float *logits, uint32_t n_vocab, const struct sample_row *row, float *scratch,
+                         struct sample_result *result)
+{
     result->n_top = 0;
     result->logprob = 0;
-    result->id = choose(logits, n, row, scratch);
     if (row->want_logprob)
-        report_logprobs(logits, n, row, scratch, result);
+        report_logprobs(logits, row_vocab(n_vocab, row), row, scratch, result);
 }

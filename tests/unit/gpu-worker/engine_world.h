@@ -29,6 +29,7 @@ struct world {
 };
 
 static struct publisher *the_publisher; /* what open_world gives the engine; NULL in most tests */
+static enum accept_rule the_rule;       /* which drafts the engine accepts; as drawn without them in most tests */
 static const char *the_draft;           /* the file of its draft model; NULL in most tests */
 
 /* Writes a toy model by the shared tool; `what` are its arguments. The caller unlinks the file. */
@@ -98,6 +99,7 @@ static inline void open_world(struct world *w, const char *path, struct engine_o
 
     log_set_level(LOG_WARN);
     options.model_name = "toy";
+    options.accept = the_rule;
     if (model_open(&w->model, &model, &err) < 0 || kvg_prompt_model_open(&w->prompt_model, path, 0, &err) < 0 ||
         engine_open(&w->engine, &options, w->model, w->prompt_model, the_publisher, &err) < 0)
         fail_msg("%s: %s", path, err.message);

@@ -498,10 +498,55 @@ static void no_more_than_max_tokens(void **state)
     close_letters();
 }
 
+/* ---- other rules ------------------------------------------------------------------------------------------------------------
+ */
+
+/* At temperature 0 there is one token to draw, so every rule gives what plain decoding gives, with all that ends a request or
+ * must leave nothing behind. */
+static void at_temperature_0_no_rule_changes_a_bit(void **state)
+{
+    make_prompts(true);
+    compute_reference(ring, N_PARAMS);
+    for (the_rule = ACCEPT_REJECTION; the_rule <= ACCEPT_TOP_P; the_rule++) {
+        the_draft = the_rule == ACCEPT_TOP_P ? NULL : plain_ring;
+        for (uint32_t k = 0; k <= 4; k += 2) {
+            struct world w;
+            open_world(&w, ring,
+                       (struct engine_options){
+                           .num_kv_blocks = k == 2 ? 16 : 400, .block_size = 16, .speculate_ngram = true, .fixed_drafts = k});
+            for (uint32_t i = 0; i < N_PARAMS; i += 2)
+                if (params_of(i).temperature == 0)
+                    start(&w, &have[i], i);
+            for (uint32_t i = 0; i < N_PARAMS; i += 2)
+                if (params_of(i).temperature == 0) {
+                    wait_call(&have[i]);
+                    expect_same(&have[i], &want[i]);
+                }
+            if (k)
+                expect_drafts(&w);
+            close_world(&w);
+        }
+    }
+    the_rule = ACCEPT_COUPLED;
+    the_draft = NULL;
+}
+
+static void ends_are_ends_by_every_rule(void **state)
+{
+    for (the_rule = ACCEPT_REJECTION; the_rule <= ACCEPT_TOP_P; the_rule++) {
+        the_end_token_in_a_run_ends_it(state);
+        a_stop_string_in_a_run_ends_it(state);
+        no_more_than_max_tokens(state);
+    }
+    the_rule = ACCEPT_COUPLED;
+}
+
 /* ---- the distribution ------------------------------------------------------------------------------------------------------ */
 
 /* After any of ten tokens the same ten, with known chances: draws are independent, and pairs come again by chance. */
 #define DICE "{97 + i: {97 + j: 10 + 0.2 * j for j in range(10)} for i in range(10)}"
+
+#define LOADED_DICE "{97 + i: {97 + j: 10 + 0.5 * abs(j - 5) for j in range(10)} for i in range(10)}"
 
 static double chi_square(const uint64_t *seen, uint64_t n, uint32_t top_k)
 {
@@ -516,15 +561,17 @@ static double chi_square(const uint64_t *seen, uint64_t n, uint32_t top_k)
     return chi;
 }
 
-static void draws_follow_the_distribution(void **state)
+static void check_draws(bool by_model)
 {
     static const uint32_t top_k[] = {10, 4};
     static const double limit[] = {27.9, 16.3}; /* 0.1 % with 9 and 3 degrees of freedom */
-    char dice[64];
+    char dice[64], loaded[64];
     struct world w;
 
     write_script(dice, DICE ", floor=-20.0");
-    open_world(&w, dice, (struct engine_options){.num_kv_blocks = 300, .speculate_ngram = with_ngram, .fixed_drafts = 4});
+    write_script(loaded, LOADED_DICE ", floor=-20.0");
+    the_draft = by_model ? loaded : NULL;
+    open_world(&w, dice, (struct engine_options){.num_kv_blocks = 300, .speculate_ngram = !by_model, .fixed_drafts = 4});
     for (int i = 0; i < 2; i++) {
         uint64_t seen[10] = {0}, n = 0;
         for (uint64_t seed = 0; seed < 40; seed++) {
@@ -545,7 +592,18 @@ static void draws_follow_the_distribution(void **state)
     }
     expect_drafts(&w);
     close_world(&w);
+    the_draft = NULL;
     unlink(dice);
+    unlink(loaded);
+}
+
+static void draws_follow_the_distribution(void **state)
+{
+    check_draws(false);
+    the_rule = ACCEPT_REJECTION;
+    check_draws(false);
+    check_draws(true);
+    the_rule = ACCEPT_COUPLED;
 }
 
 /* ---- a real model ---------------------------------------------------------------------------------------------------------- */
@@ -599,6 +657,8 @@ int main(void)
         cmocka_unit_test(nothing_behind_the_end_is_cached),
         cmocka_unit_test(a_stop_string_in_a_run_ends_it),
         cmocka_unit_test(no_more_than_max_tokens),
+        cmocka_unit_test(at_temperature_0_no_rule_changes_a_bit),
+        cmocka_unit_test(ends_are_ends_by_every_rule),
         cmocka_unit_test(draws_follow_the_distribution),
         cmocka_unit_test(smollm2),
     };
