@@ -16,6 +16,7 @@ export KVGATE_ROOT KVGATE_BUILD
 [ -f "$source/conf_flags" ] || { echo "build.sh: $source: no nginx sources (Debian package nginx-dev)" >&2; exit 1; }
 
 if [ ! -f "$tree/objs/Makefile" ] || [ "$module/config" -nt "$tree/objs/Makefile" ] || [ "$0" -nt "$tree/objs/Makefile" ] ||
+   [ "$module/status.html" -nt "$tree/objs/Makefile" ] ||
    [ "$source/configure" -nt "$tree/objs/Makefile" ]; then
     rm -rf "$tree"
     cp -r "$source" "$tree"

@@ -7,7 +7,8 @@
  *   lookup.c    who shall serve it: Redis' answer (redis.c), else rendezvous hashing over the known workers (shared.c)
  *   request.c   ids appended to the body, headers set, phases resumed
  *   balancer.c  connects to the chosen worker; the retry rule
- *   filter.c    an SSE error frame where the worker's stream ends early
+ *   filter.c    an SSE error frame where the worker's stream ends early; what the worker says it found in its cache
+ *   recent.c    what is remembered of it: the last decisions, what each worker served, who was sent which block
  *
  * Everything runs on nginx's event loop, except ngx_http_kvgate_prompt_run for large bodies.
  */
@@ -48,6 +49,14 @@
 /* Workers of one model that the zone has room for. */
 #define NGX_HTTP_KVGATE_WORKERS  256
 
+/* Decisions of one model that kvgate_status shows, choices of each, and bytes of a worker's id in them. */
+#define NGX_HTTP_KVGATE_DECISIONS  64
+#define NGX_HTTP_KVGATE_CHOICES    3
+#define NGX_HTTP_KVGATE_SHOWN      48
+
+/* Blocks that a bucket of the placements has room for: one cache line. */
+#define NGX_HTTP_KVGATE_WAYS  4
+
 /* Why a request went where it went: $kvgate_reason. README.md says what each means; names in variables.c. */
 typedef enum {
     NGX_HTTP_KVGATE_NONE = 0,
@@ -66,13 +75,55 @@ typedef enum {
     NGX_HTTP_KVGATE_REASONS
 } ngx_http_kvgate_reason_e;
 
+/* What this gateway's requests had of a worker. `told` are those whose reply said, in its usage, how much of the prompt was
+ * cached: of them also what was predicted. */
+typedef struct {
+    uint64_t                       requests;
+    uint64_t                       failures;    /* with a status of 500 and more, or a stream that ended early */
+    uint64_t                       prompt_tokens;
+    uint64_t                       hit_tokens;  /* predicted */
+    uint64_t                       told;
+    uint64_t                       told_prompt_tokens;
+    uint64_t                       told_hit_tokens;
+    uint64_t                       cached_tokens;
+} ngx_http_kvgate_served_t;
+
 /* One worker as the last poll saw it. */
 typedef struct {
     struct kvg_live_worker         live;
+    ngx_http_kvgate_served_t       served;
+    uint32_t                       flight;      /* requests of this gateway that it has at the moment */
     uint64_t                       down_lease;  /* a connect to this lease failed … */
     uint64_t                       down_beat;   /* … when this was its beat; a later beat clears the mark */
     unsigned                       down:1;
 } ngx_http_kvgate_worker_t;
+
+/* A request that was routed, and why there. */
+typedef struct {
+    char                           worker[NGX_HTTP_KVGATE_SHOWN];
+    uint64_t                       hit_tokens;
+    double                         backlog;     /* tokens, and cost as route.lua counts it; -1: Redis was not there to say */
+    double                         cost;
+} ngx_http_kvgate_shown_t;
+
+typedef struct {
+    uint64_t                       number;      /* of the model's decisions, from 1; 0: none */
+    uint64_t                       at;          /* milliseconds since 1970 */
+    ngx_http_kvgate_reason_e       reason;
+    uint64_t                       prompt_tokens;
+    int64_t                        cached_tokens;  /* as the worker told; -1: it did not, or not yet */
+    uint32_t                       tokenize;    /* microseconds */
+    uint32_t                       lookup;
+    ngx_uint_t                     n;           /* choices, best first */
+    ngx_http_kvgate_shown_t        choices[NGX_HTTP_KVGATE_CHOICES];
+} ngx_http_kvgate_decision_t;
+
+/* Who was sent a block lately, by the first 8 bytes of its hash. Read without the mutex: a wrong answer only costs a hit. */
+typedef struct {
+    uint64_t                       hash;
+    uint32_t                       lease;       /* 0: free */
+    uint32_t                       used;        /* seconds since 1970 */
+} ngx_http_kvgate_placement_t;
 
 /* In shared memory, under the zone's mutex; counters are atomic. */
 typedef struct ngx_http_kvgate_pool_s  ngx_http_kvgate_pool_t;
@@ -86,18 +137,34 @@ struct ngx_http_kvgate_pool_s {
     ngx_atomic_t                   requests;
     ngx_atomic_t                   prompt_tokens;
     ngx_atomic_t                   hit_tokens;  /* predicted */
+    ngx_http_kvgate_served_t       served;      /* by workers that are gone as well */
+    uint64_t                       decided;     /* number of the last decision */
+    ngx_http_kvgate_decision_t     decisions[NGX_HTTP_KVGATE_DECISIONS];
+    ngx_http_kvgate_placement_t   *placements;  /* [buckets][NGX_HTTP_KVGATE_WAYS] */
+    ngx_uint_t                     buckets;     /* a power of two; 0: the zone had no room */
     ngx_http_kvgate_worker_t       workers[NGX_HTTP_KVGATE_WORKERS];
 };
+
+/* Durations in buckets; the last has no bound. The bounds are in shared.c. */
+#define NGX_HTTP_KVGATE_TIMES  12
+
+typedef struct {
+    ngx_atomic_t                   n[NGX_HTTP_KVGATE_TIMES];
+    ngx_atomic_t                   sum;         /* microseconds */
+} ngx_http_kvgate_times_t;
 
 typedef struct {
     ngx_http_kvgate_pool_t        *pools;
     ngx_atomic_t                   reasons[NGX_HTTP_KVGATE_REASONS];
+    ngx_http_kvgate_times_t        tokenize;
+    ngx_http_kvgate_times_t        lookup;
 } ngx_http_kvgate_shared_t;
 
 typedef struct {
     char                          *name;        /* NUL-terminated, in the cycle's pool */
     ngx_str_t                      path;
-    ngx_array_t                    aliases;     /* of ngx_str_t */
+    time_t                         created;     /* when this configuration was read */
+    ngx_array_t                    aliases;     /* of ngx_str_t; at most KVG_NAME_MAX bytes each */
     uint32_t                       block_size;
     size_t                         segments;    /* bytes for remembered segments */
     struct kvg_prompt_model       *prompt;
@@ -138,6 +205,8 @@ typedef struct {
     socklen_t                      socklen;
     uint64_t                       lease;
     uint32_t                       hit_blocks;
+    double                         backlog;     /* tokens, and cost, as route.lua counts it; -1: not from Redis */
+    double                         cost;
     unsigned                       down:1;
 } ngx_http_kvgate_candidate_t;
 
@@ -195,6 +264,9 @@ typedef struct {
     ngx_chain_t                   *bufs;          /* body with the ids */
 
     u_char                         last[2];     /* last bytes of the reply sent so far */
+    uint64_t                       decision;    /* its number; 0: not recorded */
+    int64_t                        cached_tokens;  /* as the worker told; -1: not told */
+    ngx_uint_t                     usage_matched;  /* bytes of the member's name that the reply's last bytes are */
 
     unsigned                       routed:1;    /* candidates are for use, not only for the log */
     unsigned                       done:1;      /* the handler has nothing left to do */
@@ -220,6 +292,8 @@ ngx_int_t ngx_http_kvgate_set_body(ngx_http_request_t *r, ngx_http_kvgate_ctx_t 
 
 /* prompt.c: fills the result half. Runs in any thread. */
 void ngx_http_kvgate_prompt_run(ngx_http_kvgate_prompt_t *prompt);
+/* The model of that name or alias, or NULL. */
+ngx_http_kvgate_model_t *ngx_http_kvgate_find_model(const ngx_http_kvgate_main_conf_t *conf, struct kvg_str name, ngx_uint_t *aliased);
 
 /* lookup.c */
 /* Starts to choose a worker: NGX_OK when that is done, NGX_AGAIN when ngx_http_kvgate_decided will be called later. */
@@ -250,6 +324,10 @@ ngx_int_t ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old);
 /* An nginx worker starts (1) or stops (-1) to use the pools of its configuration. */
 void ngx_http_kvgate_pools_use(ngx_http_kvgate_main_conf_t *conf, ngx_int_t step);
 void ngx_http_kvgate_count(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_reason_e reason);
+extern const ngx_uint_t  ngx_http_kvgate_bounds[NGX_HTTP_KVGATE_TIMES - 1];  /* microseconds */
+void ngx_http_kvgate_count_time(ngx_http_kvgate_times_t *times, ngx_uint_t microseconds);
+/* Whether the lease is marked down. Under the zone's mutex, or of a copy. */
+ngx_uint_t ngx_http_kvgate_is_down(const ngx_http_kvgate_worker_t *w);
 /* Replaces what is known of a pool's workers; marks of leases that have not beaten since stay. */
 void ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool,
                                  const struct kvg_live_worker *workers, size_t n);
@@ -261,6 +339,22 @@ ngx_uint_t ngx_http_kvgate_worker_down(ngx_http_kvgate_main_conf_t *conf, ngx_ht
                                        uint64_t lease);
 /* Marks a lease that refused a connection, until its next heartbeat. */
 void ngx_http_kvgate_worker_mark(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease);
+
+/* Counts a request that a worker of this gateway has (1) or has no more (-1). */
+void ngx_http_kvgate_worker_flight(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease,
+                                   ngx_int_t step);
+/* The pool's worker of that id, or NULL. Under the zone's mutex. */
+ngx_http_kvgate_worker_t *ngx_http_kvgate_worker_find(ngx_http_kvgate_pool_t *pool, const char *id, size_t len);
+
+/* recent.c */
+/* A pool's memory of placements, as much as the zone has room for beside the pools of all models. */
+void ngx_http_kvgate_placements_alloc(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool);
+/* The lease that was sent the longest beginning of the chain that is remembered, with its length in *blocks; 0: none. */
+uint32_t ngx_http_kvgate_placed(ngx_http_kvgate_pool_t *pool, const struct kvg_hash *chain, size_t n, uint32_t *blocks);
+/* Remembers a decision whose candidates stand, and who was sent the prompt's blocks. */
+void ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* LOG phase: what the worker that served had of it. */
+ngx_int_t ngx_http_kvgate_served(ngx_http_request_t *r);
 
 /* log.c: logs "kvgate: …", unless the same text was logged within the last minute. For trouble that lasts. */
 void ngx_cdecl ngx_http_kvgate_complain(ngx_uint_t level, ngx_log_t *log, const char *format, ...);
@@ -285,11 +379,25 @@ char *ngx_http_kvgate_balance(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 /* filter.c */
 void ngx_http_kvgate_filter_init(void);
 
+/* reply.c: short replies by the gateway itself */
+/* Sends text, which is freed, with that status; returns what a handler returns. type: a static string. */
+ngx_int_t ngx_http_kvgate_send(ngx_http_request_t *r, ngx_uint_t status, ngx_str_t *type, struct kvg_buf *text);
+/* An error in OpenAI's shape. param and code may be NULL. */
+ngx_int_t ngx_http_kvgate_send_error(ngx_http_request_t *r, ngx_uint_t status, const char *type, const char *message, const char *param,
+                                     const char *code);
+/* A header of the reply; name and value stay. */
+ngx_int_t ngx_http_kvgate_add_header(ngx_http_request_t *r, const char *name, ngx_str_t *value);
+/* GET …/models and …/models/NAME, answered for all models. NGX_DECLINED: the request is not that. */
+ngx_int_t ngx_http_kvgate_models(ngx_http_request_t *r);
+
 /* variables.c */
 extern const ngx_str_t  ngx_http_kvgate_reasons[NGX_HTTP_KVGATE_REASONS];
 ngx_int_t ngx_http_kvgate_add_variables(ngx_conf_t *cf);
 
-/* status.c */
+/* status.c: what is shown, as JSON, for Prometheus and as a page; metrics.c writes the second */
+void ngx_http_kvgate_metrics(struct kvg_buf *buf, ngx_http_kvgate_main_conf_t *conf);
+/* A copy of a pool's part before workers[], and its workers in workers[NGX_HTTP_KVGATE_WORKERS]. */
+void ngx_http_kvgate_pool_copy(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_http_kvgate_pool_t *copy);
 ngx_int_t ngx_http_kvgate_status_handler(ngx_http_request_t *r);
 
 #endif /* _NGX_HTTP_KVGATE_H_INCLUDED_ */

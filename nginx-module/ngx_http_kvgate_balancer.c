@@ -32,6 +32,16 @@ typedef struct {
 } ngx_http_kvgate_peer_t;
 
 
+static void
+ngx_http_kvgate_peer_flight(ngx_http_kvgate_peer_t *peer, ngx_int_t step)
+{
+    ngx_http_kvgate_candidate_t  *candidate = peer->ctx->chosen;
+
+    ngx_http_kvgate_worker_flight(ngx_http_get_module_main_conf(peer->request, ngx_http_kvgate_module), candidate->pool,
+                                  &candidate->worker, candidate->lease, step);
+}
+
+
 static ngx_int_t
 ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
 {
@@ -57,6 +67,7 @@ ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
     candidate = &ctx->candidates[peer->next++];
     ctx->chosen = candidate;
     peer->own = 1;
+    ngx_http_kvgate_peer_flight(peer, 1);
 
     pc->cached = 0;
     pc->connection = NULL;
@@ -152,8 +163,9 @@ ngx_http_kvgate_free_peer(ngx_peer_connection_t *pc, void *data, ngx_uint_t stat
     if (!peer->own) {
         peer->original_free_peer(pc, peer->data, state);
 
-    } else if (pc->tries) {
-        pc->tries--;
+    } else {
+        ngx_http_kvgate_peer_flight(peer, -1);
+        pc->tries -= pc->tries > 0;
     }
 
     /* NEXT: a 403 or 404 that proxy_next_upstream names */

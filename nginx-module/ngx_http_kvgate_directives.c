@@ -33,7 +33,7 @@ ngx_http_kvgate_model_options(ngx_conf_t *cf, ngx_http_kvgate_model_t *model)
                 return NGX_CONF_ERROR;
             }
 
-            if (text.len == 0) {
+            if (text.len == 0 || text.len > KVG_NAME_MAX) {
                 goto invalid;
             }
 
@@ -140,6 +140,7 @@ ngx_http_kvgate_model(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
     ngx_memzero(model, sizeof(ngx_http_kvgate_model_t));
     model->name = (char *) value[1].data;
     model->path = value[2];
+    model->created = ngx_time();
     model->block_size = 32;
     model->segments = 32 * 1024 * 1024;
 

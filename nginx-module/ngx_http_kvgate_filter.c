@@ -1,4 +1,5 @@
-/* The end of a stream whose upstream failed. nginx only cuts the connection then; a client of an SSE stream shall see why.
+/* What passes on its way to the client: how much of the prompt the worker found in its cache, and the end of a stream whose
+ * upstream failed. nginx only cuts the connection then; a client of an SSE stream shall see why.
  *
  * When an upstream fails after the header was sent, nginx finalizes it (u->cleanup is NULL from then on) and sends one flush
  * buffer without data. The frame takes its place, and ends the reply properly.
@@ -56,6 +57,63 @@ ngx_http_kvgate_remember_last(ngx_http_kvgate_ctx_t *ctx, ngx_chain_t *in)
 }
 
 
+/* The number behind this member of the reply's usage. Within a string of the reply the quotation mark would be escaped, so the model
+ * cannot write it. */
+static void
+ngx_http_kvgate_read_usage(ngx_http_kvgate_ctx_t *ctx, u_char *p, u_char *last)
+{
+    static const char  member[] = "{\"cached_tokens\":";
+
+    const ngx_uint_t  whole = sizeof(member) - 1;
+
+    while (p < last) {
+        if (ctx->usage_matched == 0) {
+            p = memchr(p, '{', last - p);
+
+            if (p == NULL) {
+                return;
+            }
+
+            ctx->usage_matched = 1;
+            p++;
+            continue;
+        }
+
+        if (ctx->usage_matched < whole) {
+            if (*p == member[ctx->usage_matched]) {
+                ctx->usage_matched++;
+                p++;
+
+            } else {
+                ctx->usage_matched = 0;  /* the same byte may be the start */
+            }
+
+            continue;
+        }
+
+        if (*p >= '0' && *p <= '9' && ctx->usage_matched < whole + 12) {
+            ctx->cached_tokens = (ctx->usage_matched == whole ? 0 : ctx->cached_tokens * 10) + *p - '0';
+            ctx->usage_matched++;
+            p++;
+
+        } else {
+            ctx->usage_matched = 0;
+        }
+    }
+}
+
+
+static void
+ngx_http_kvgate_look_at(ngx_http_kvgate_ctx_t *ctx, ngx_chain_t *in)
+{
+    for ( /* void */ ; in; in = in->next) {
+        if (ngx_buf_in_memory(in->buf)) {
+            ngx_http_kvgate_read_usage(ctx, in->buf->pos, in->buf->last);
+        }
+    }
+}
+
+
 static ngx_int_t
 ngx_http_kvgate_body_filter(ngx_http_request_t *r, ngx_chain_t *in)
 {
@@ -72,6 +130,11 @@ ngx_http_kvgate_body_filter(ngx_http_request_t *r, ngx_chain_t *in)
 
     if (!ngx_http_kvgate_ended_early(r, in)) {
         ngx_http_kvgate_remember_last(ctx, in);
+
+        if (ctx->decision) {
+            ngx_http_kvgate_look_at(ctx, in);
+        }
+
         return ngx_http_next_body_filter(r, in);
     }
 

@@ -2,6 +2,10 @@
 #include "ngx_http_kvgate.h"
 
 
+/* route.lua's own, where kvgate_alpha is not set. */
+#define NGX_HTTP_KVGATE_ALPHA  8
+
+
 typedef struct {
     ngx_uint_t   index;
     ngx_uint_t   down;
@@ -111,6 +115,8 @@ typedef struct {
     uint64_t                 lease;
     uint32_t                 hit_blocks;
     ngx_uint_t               down;
+    double                   backlog;     /* as Redis says it; -1: the zone says it */
+    double                   cost;
 } ngx_http_kvgate_offer_t;
 
 
@@ -149,17 +155,61 @@ ngx_http_kvgate_add(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, const ngx
     candidate->lease = offer->lease;
     candidate->hit_blocks = offer->hit_blocks;
     candidate->down = offer->down;
+    candidate->backlog = offer->backlog;
+    candidate->cost = offer->cost;
     ctx->n_candidates++;
 
     return NGX_OK;
 }
 
 
-/* Known workers in the order of the request's rendezvous scores; without a whole block, of load, ties at random. Appends those
- * that are not candidates yet. Returns NGX_DECLINED where an address was refused. */
+/* Without Redis: the worker that was sent the longest beginning of this prompt comes first in order[], before the one that rendezvous
+ * puts there, where what it need not compute outweighs what more it has to do. Requests are counted for that, those of this gateway;
+ * each weighs a mean prompt. Returns the blocks that it was sent; 0: the order stands. */
+static uint32_t
+ngx_http_kvgate_placed_first(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_pool_t *pool, double alpha, ngx_http_kvgate_worker_t *known,
+    ngx_http_kvgate_order_t *order, ngx_uint_t n)
+{
+    double                    saved, more;
+    uint32_t                  lease, blocks;
+    ngx_uint_t                i;
+    ngx_http_kvgate_order_t   first;
+    ngx_http_kvgate_prompt_t *p = &ctx->prompt;
+
+    lease = ngx_http_kvgate_placed(pool, p->chain, p->n_blocks, &blocks);
+
+    for (i = 0; lease && i < n; i++) {
+        if (known[order[i].index].live.lease == lease) {
+            break;
+        }
+    }
+
+    if (lease == 0 || i == n || order[i].down) {
+        return 0;
+    }
+
+    saved = alpha * blocks * p->model->block_size;
+    more = ((double) known[order[i].index].flight - known[order[0].index].flight) * pool->prompt_tokens / (pool->requests + 1);
+
+    if (more > saved) {
+        return 0;
+    }
+
+    first = order[i];
+    ngx_memmove(&order[1], &order[0], i * sizeof(order[0]));
+    order[0] = first;
+
+    return blocks;
+}
+
+
+/* Known workers in the order of the request's rendezvous scores; without a whole block, of load, ties at random. Where Redis has
+ * not answered, one that was sent this prompt before comes first. Appends those that are not candidates yet. Returns NGX_DECLINED
+ * where an address was refused. */
 static ngx_int_t
 ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_pool_t *pool)
 {
+    uint32_t                      placed;
     ngx_int_t                     rc;
     ngx_uint_t                    i, n;
     const struct kvg_hash        *hash;
@@ -167,9 +217,11 @@ ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx
     ngx_http_kvgate_worker_t     *w, known[NGX_HTTP_KVGATE_WORKERS];
     ngx_http_kvgate_order_t       order[NGX_HTTP_KVGATE_WORKERS];
     ngx_http_kvgate_offer_t       offer;
+    ngx_http_kvgate_main_conf_t  *conf;
 
+    conf = ngx_http_get_module_main_conf(r, ngx_http_kvgate_module);
     p = &ctx->prompt;
-    n = ngx_http_kvgate_workers_get(ngx_http_get_module_main_conf(r, ngx_http_kvgate_module), pool, known);
+    n = ngx_http_kvgate_workers_get(conf, pool, known);
     hash = p->n_blocks ? &p->chain[kvg_rendezvous_block(p->n_blocks, p->model->block_size)] : NULL;
 
     for (i = 0; i < n; i++) {
@@ -181,6 +233,11 @@ ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx
 
     ngx_qsort(order, n, sizeof(order[0]), ngx_http_kvgate_order_cmp);
     rc = NGX_OK;
+    placed = 0;
+
+    if (hash && ctx->n_candidates == 0 && ctx->reason >= NGX_HTTP_KVGATE_REDIS_TIMEOUT && ctx->reason <= NGX_HTTP_KVGATE_REDIS_ERROR) {
+        placed = ngx_http_kvgate_placed_first(ctx, pool, conf->alpha > 0 ? conf->alpha : NGX_HTTP_KVGATE_ALPHA, known, order, n);
+    }
 
     for (i = 0; i < n; i++) {
         w = &known[order[i].index];
@@ -188,8 +245,10 @@ ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx
         offer.worker = w->live.worker;
         offer.addr = w->live.addr;
         offer.lease = w->live.lease;
-        offer.hit_blocks = 0;
+        offer.hit_blocks = i == 0 ? placed : 0;
         offer.down = w->down;
+        offer.backlog = -1;
+        offer.cost = -1;
 
         if (ngx_http_kvgate_add(r, ctx, &offer) == NGX_DECLINED) {
             rc = NGX_DECLINED;
@@ -255,6 +314,8 @@ ngx_http_kvgate_candidates(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
         offer.addr = choice->addr;
         offer.lease = choice->lease;
         offer.hit_blocks = choice->hit_blocks;
+        offer.backlog = choice->backlog;
+        offer.cost = choice->cost;
         offer.down = ngx_http_kvgate_worker_down(conf, model->pool, &id, choice->lease);
 
         if (ngx_http_kvgate_add(r, ctx, &offer) == NGX_DECLINED) {

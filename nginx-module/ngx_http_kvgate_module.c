@@ -303,6 +303,13 @@ ngx_http_kvgate_postconfiguration(ngx_conf_t *cf)
     }
 
     *h = ngx_http_kvgate_handler;
+
+    h = ngx_array_push(&cmcf->phases[NGX_HTTP_LOG_PHASE].handlers);
+    if (h == NULL) {
+        return NGX_ERROR;
+    }
+
+    *h = ngx_http_kvgate_served;
     ngx_http_kvgate_filter_init();
 
     return NGX_OK;

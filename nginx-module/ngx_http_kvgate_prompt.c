@@ -70,7 +70,7 @@ ngx_http_kvgate_body_text(ngx_http_kvgate_prompt_t *p)
 }
 
 
-static ngx_http_kvgate_model_t *
+ngx_http_kvgate_model_t *
 ngx_http_kvgate_find_model(const ngx_http_kvgate_main_conf_t *conf, struct kvg_str name, ngx_uint_t *aliased)
 {
     ngx_str_t                *alias;

@@ -2,7 +2,8 @@
  *
  *   tick, each second   no connection -> connect to the next URL; silent for two ticks -> drop it; else poll workers.lua
  *   route query         EVALSHA (EVAL after NOSCRIPT) with a timer; a reply that comes too late is only thrown away
- *   BREAKER timeouts in a row -> queries answer REDIS_TIMEOUT at once, until a poll is answered in time
+ *   BREAKER timeouts in a row -> queries answer REDIS_TIMEOUT at once, until a poll is answered in time; while that lasts, one is
+ *                       sent every PROBE, as soon as the one before is answered, so no request pays for finding out
  *
  * Events are level-triggered: hiredis reads 16 KiB an event and would stall under edge-triggered ones.
  */
@@ -12,6 +13,7 @@
 #define NGX_HTTP_KVGATE_TICK     1000
 #define NGX_HTTP_KVGATE_SILENT   2
 #define NGX_HTTP_KVGATE_BREAKER  3
+#define NGX_HTTP_KVGATE_PROBE    100
 
 
 /* A script call on its way. Freed by its reply, which hiredis delivers (as NULL) even when the connection goes. */
@@ -35,7 +37,9 @@ typedef struct {
     ngx_uint_t                     url;       /* of context */
     ngx_uint_t                     silent;    /* ticks since the last reply */
     ngx_uint_t                     timeouts;  /* in a row */
+    ngx_uint_t                     polls;     /* under way */
     ngx_event_t                    tick;
+    ngx_event_t                    probe;     /* while the breaker is open */
     unsigned                       connected:1;
     unsigned                       complained:1;  /* the present outage is in the log */
 } ngx_http_kvgate_redis_t;
@@ -304,6 +308,21 @@ ngx_http_kvgate_redis_tick(ngx_event_t *ev)
 }
 
 
+static void
+ngx_http_kvgate_redis_probe(ngx_event_t *ev)
+{
+    if (redis.timeouts < NGX_HTTP_KVGATE_BREAKER || ngx_exiting || ngx_quit || ngx_terminate) {
+        return;
+    }
+
+    if (redis.context && redis.polls == 0) {
+        ngx_http_kvgate_redis_poll();
+    }
+
+    ngx_add_timer(ev, NGX_HTTP_KVGATE_PROBE);
+}
+
+
 ngx_int_t
 ngx_http_kvgate_redis_init(ngx_cycle_t *cycle, ngx_http_kvgate_main_conf_t *conf)
 {
@@ -312,6 +331,10 @@ ngx_http_kvgate_redis_init(ngx_cycle_t *cycle, ngx_http_kvgate_main_conf_t *conf
     redis.tick.data = &redis;
     redis.tick.log = cycle->log;
     redis.tick.cancelable = 1;
+    redis.probe.handler = ngx_http_kvgate_redis_probe;
+    redis.probe.data = &redis;
+    redis.probe.log = cycle->log;
+    redis.probe.cancelable = 1;
 
     ngx_http_kvgate_redis_connect();
     ngx_add_timer(&redis.tick, NGX_HTTP_KVGATE_TICK);
@@ -325,6 +348,10 @@ ngx_http_kvgate_redis_exit(void)
 {
     if (redis.tick.timer_set) {
         ngx_del_timer(&redis.tick);
+    }
+
+    if (redis.probe.timer_set) {
+        ngx_del_timer(&redis.probe);
     }
 
     if (redis.context) {
@@ -474,6 +501,8 @@ ngx_http_kvgate_redis_polled(void *data, ngx_http_kvgate_reason_e failure, const
     struct kvg_live_worker   *workers;
     ngx_http_kvgate_model_t  *model = data;
 
+    redis.polls--;
+
     if (reply == NULL) {
         return;
     }
@@ -513,6 +542,9 @@ ngx_http_kvgate_redis_poll(void)
             || ngx_http_kvgate_call_send(call) != NGX_OK)
         {
             ngx_http_kvgate_call_free(call);
+
+        } else {
+            redis.polls++;
         }
     }
 }
@@ -526,6 +558,11 @@ ngx_http_kvgate_redis_timer(ngx_event_t *ev)
     ngx_http_kvgate_call_t  *call = ev->data;
 
     redis.timeouts++;
+
+    if (redis.timeouts >= NGX_HTTP_KVGATE_BREAKER && !redis.probe.timer_set) {
+        ngx_add_timer(&redis.probe, NGX_HTTP_KVGATE_PROBE);
+    }
+
     ngx_http_kvgate_call_done(call, NGX_HTTP_KVGATE_REDIS_TIMEOUT, NULL);
 }
 

@@ -63,6 +63,7 @@ ngx_http_kvgate_create_ctx(ngx_http_request_t *r)
     ctx = cln->data;
     ngx_memzero(ctx, sizeof(ngx_http_kvgate_ctx_t));
     ctx->request = r;
+    ctx->cached_tokens = -1;
     kvg_arena_init(&ctx->prompt.work, 0);
     kvg_arena_init(&ctx->prompt.keep, 0);
     cln->handler = ngx_http_kvgate_cleanup;
@@ -182,59 +183,25 @@ ngx_http_kvgate_salt(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_http
 }
 
 
-/* ---- refusing ---- */
-
-static ngx_int_t
-ngx_http_kvgate_send_error(ngx_http_request_t *r, ngx_http_kvgate_prompt_t *p)
-{
-    ngx_int_t                 rc;
-    ngx_str_t                 type = ngx_string("application/json");
-    struct kvg_buf            buf = { NULL, 0, 0, false };
-    ngx_http_complex_value_t  text;
-
-    kvg_buf_puts(&buf, "{\"error\":{\"message\":");
-    kvg_buf_json_string(&buf, p->error.message, ngx_strlen(p->error.message));
-    kvg_buf_puts(&buf, ",\"type\":\"invalid_request_error\",\"param\":");
-
-    if (p->error.param[0]) {
-        kvg_buf_json_string(&buf, p->error.param, ngx_strlen(p->error.param));
-
-    } else {
-        kvg_buf_puts(&buf, "null");
-    }
-
-    if (p->error_code) {
-        kvg_buf_printf(&buf, ",\"code\":\"%s\"}}\n", p->error_code);
-
-    } else {
-        kvg_buf_puts(&buf, ",\"code\":null}}\n");
-    }
-
-    ngx_memzero(&text, sizeof(text));
-    text.value.len = buf.len;
-    text.value.data = buf.failed ? NULL : ngx_pnalloc(r->pool, buf.len);
-    rc = NGX_HTTP_INTERNAL_SERVER_ERROR;
-
-    if (text.value.data) {
-        ngx_memcpy(text.value.data, buf.bytes, buf.len);
-        ngx_log_error(NGX_LOG_INFO, r->connection->log, 0, "kvgate: request refused: %s", p->error.message);
-        rc = ngx_http_send_response(r, p->http_status, &type, &text);
-    }
-
-    kvg_buf_free(&buf);
-
-    return rc;
-}
-
-
 /* ---- deciding ---- */
 
 static void
 ngx_http_kvgate_account(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 {
-    ngx_http_kvgate_pool_t  *pool;
+    ngx_http_kvgate_pool_t       *pool;
+    ngx_http_kvgate_main_conf_t  *conf;
 
-    ngx_http_kvgate_count(ngx_http_get_module_main_conf(r, ngx_http_kvgate_module), ctx->reason);
+    conf = ngx_http_get_module_main_conf(r, ngx_http_kvgate_module);
+    ngx_http_kvgate_count(conf, ctx->reason);
+    ngx_http_kvgate_remember(r, ctx);
+
+    if (ctx->prompt.n_ids) {
+        ngx_http_kvgate_count_time(&conf->shared->tokenize, ctx->prompt.microseconds);
+    }
+
+    if (ctx->lookup_start) {
+        ngx_http_kvgate_count_time(&conf->shared->lookup, ctx->lookup_microseconds);
+    }
 
     if (ctx->prompt.model) {
         pool = ctx->prompt.model->pool;
@@ -242,6 +209,14 @@ ngx_http_kvgate_account(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
         (void) ngx_atomic_fetch_add(&pool->prompt_tokens, ctx->prompt.n_ids);
         (void) ngx_atomic_fetch_add(&pool->hit_tokens, ctx->hit_tokens);
     }
+}
+
+
+static ngx_int_t
+ngx_http_kvgate_refuse_prompt(ngx_http_request_t *r, ngx_http_kvgate_prompt_t *p)
+{
+    return ngx_http_kvgate_send_error(r, p->http_status, "invalid_request_error", p->error.message, p->error.param[0] ? p->error.param : NULL,
+                                      p->error_code);
 }
 
 
@@ -258,7 +233,7 @@ ngx_http_kvgate_decided(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 
     if (ctx->mode == NGX_HTTP_KVGATE_ON) {
         if (ctx->reason == NGX_HTTP_KVGATE_REFUSED) {
-            ngx_http_finalize_request(r, ngx_http_kvgate_send_error(r, &ctx->prompt));
+            ngx_http_finalize_request(r, ngx_http_kvgate_refuse_prompt(r, &ctx->prompt));
             return;
         }
 
@@ -499,6 +474,8 @@ ngx_http_kvgate_again(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uin
 static ngx_int_t
 ngx_http_kvgate_pass(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t bypassed)
 {
+    ngx_int_t  rc;
+
     ctx->done = 1;
 
     if (bypassed) {
@@ -506,6 +483,13 @@ ngx_http_kvgate_pass(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint
         ngx_http_kvgate_account(r, ctx);
 
     } else if (ctx->mode == NGX_HTTP_KVGATE_ON) {
+        rc = ngx_http_kvgate_models(r);
+
+        if (rc != NGX_DECLINED) {
+            ngx_http_finalize_request(r, rc);
+            return NGX_DONE;
+        }
+
         ngx_http_kvgate_any_worker(r, ctx);
         ctx->routed = ctx->n_candidates != 0;
     }

@@ -53,6 +53,11 @@ ngx_http_kvgate_pools_sweep(ngx_http_kvgate_main_conf_t *conf)
         }
 
         *link = pool->next;
+
+        if (pool->placements) {
+            ngx_slab_free(conf->shpool, pool->placements);
+        }
+
         ngx_slab_free(conf->shpool, pool);
     }
 }
@@ -117,6 +122,12 @@ ngx_http_kvgate_zone_init(ngx_shm_zone_t *zone, void *old)
         model[i].pool = pool;
     }
 
+    for (i = 0; i < conf->models.nelts; i++) {
+        if (model[i].pool->placements == NULL) {
+            ngx_http_kvgate_placements_alloc(conf, model[i].pool);
+        }
+    }
+
     return NGX_OK;
 
 full:
@@ -134,12 +145,39 @@ ngx_http_kvgate_count(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_reason_
 }
 
 
-static ngx_http_kvgate_worker_t *
-ngx_http_kvgate_worker_find(ngx_http_kvgate_worker_t *workers, ngx_uint_t n, const char *id, size_t len)
+const ngx_uint_t  ngx_http_kvgate_bounds[NGX_HTTP_KVGATE_TIMES - 1] = {
+    50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 100000, 1000000
+};
+
+
+void
+ngx_http_kvgate_count_time(ngx_http_kvgate_times_t *times, ngx_uint_t microseconds)
 {
     ngx_uint_t  i;
 
-    for (i = 0; i < n; i++) {
+    for (i = 0; i < NGX_HTTP_KVGATE_TIMES - 1 && microseconds > ngx_http_kvgate_bounds[i]; i++) { /* void */ }
+
+    (void) ngx_atomic_fetch_add(&times->n[i], 1);
+    (void) ngx_atomic_fetch_add(&times->sum, microseconds);
+}
+
+
+void
+ngx_http_kvgate_pool_copy(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_http_kvgate_pool_t *copy)
+{
+    ngx_shmtx_lock(&conf->shpool->mutex);
+    ngx_memcpy(copy, pool, offsetof(ngx_http_kvgate_pool_t, workers) + pool->n * sizeof(pool->workers[0]));
+    ngx_shmtx_unlock(&conf->shpool->mutex);
+}
+
+
+ngx_http_kvgate_worker_t *
+ngx_http_kvgate_worker_find(ngx_http_kvgate_pool_t *pool, const char *id, size_t len)
+{
+    ngx_uint_t                 i;
+    ngx_http_kvgate_worker_t  *workers = pool->workers;
+
+    for (i = 0; i < pool->n; i++) {
         if (ngx_strncmp(workers[i].live.worker, id, len) == 0 && workers[i].live.worker[len] == '\0') {
             return &workers[i];
         }
@@ -149,7 +187,7 @@ ngx_http_kvgate_worker_find(ngx_http_kvgate_worker_t *workers, ngx_uint_t n, con
 }
 
 
-static ngx_uint_t
+ngx_uint_t
 ngx_http_kvgate_is_down(const ngx_http_kvgate_worker_t *w)
 {
     return w->down && w->down_lease == w->live.lease && w->live.beat <= w->down_beat;
@@ -175,7 +213,12 @@ ngx_http_kvgate_workers_set(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_p
     for (i = 0; i < n; i++) {
         ngx_memzero(&next[i], sizeof(next[i]));
         next[i].live = workers[i];
-        old = ngx_http_kvgate_worker_find(pool->workers, pool->n, workers[i].worker, ngx_strlen(workers[i].worker));
+        old = ngx_http_kvgate_worker_find(pool, workers[i].worker, ngx_strlen(workers[i].worker));
+
+        if (old) {
+            next[i].served = old->served;
+            next[i].flight = old->live.lease == workers[i].lease ? old->flight : 0;
+        }
 
         if (old && old->down && old->down_lease == workers[i].lease && workers[i].beat <= old->down_beat) {
             next[i].down = 1;
@@ -222,7 +265,7 @@ ngx_http_kvgate_worker_down(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_p
 
     ngx_shmtx_lock(&conf->shpool->mutex);
 
-    w = ngx_http_kvgate_worker_find(pool->workers, pool->n, (char *) id->data, id->len);
+    w = ngx_http_kvgate_worker_find(pool, (char *) id->data, id->len);
     down = w && w->live.lease == lease && ngx_http_kvgate_is_down(w);
 
     ngx_shmtx_unlock(&conf->shpool->mutex);
@@ -238,12 +281,30 @@ ngx_http_kvgate_worker_mark(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_p
 
     ngx_shmtx_lock(&conf->shpool->mutex);
 
-    w = ngx_http_kvgate_worker_find(pool->workers, pool->n, (char *) id->data, id->len);
+    w = ngx_http_kvgate_worker_find(pool, (char *) id->data, id->len);
 
     if (w && w->live.lease == lease) {
         w->down = 1;
         w->down_lease = lease;
         w->down_beat = w->live.beat;
+    }
+
+    ngx_shmtx_unlock(&conf->shpool->mutex);
+}
+
+
+void
+ngx_http_kvgate_worker_flight(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool, ngx_str_t *id, uint64_t lease,
+    ngx_int_t step)
+{
+    ngx_http_kvgate_worker_t  *w;
+
+    ngx_shmtx_lock(&conf->shpool->mutex);
+
+    w = ngx_http_kvgate_worker_find(pool, (char *) id->data, id->len);
+
+    if (w && w->live.lease == lease && (step > 0 || w->flight)) {
+        w->flight += (int32_t) step;
     }
 
     ngx_shmtx_unlock(&conf->shpool->mutex);

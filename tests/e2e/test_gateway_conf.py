@@ -188,7 +188,7 @@ def test_bypass_follows_its_variables(fleet):
 
 
 @pytest.mark.parametrize("method, path, headers", [
-    ("GET", "/v1/models", {}),
+    ("GET", "/v1/health", {}),
     ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}),
     ("POST", "/v1/chat/completions", {"Content-Type": "application/jsonx"}),
     ("POST", "/v1/chat/completions", {}),
@@ -209,7 +209,7 @@ def test_json_is_recognized_with_parameters(fleet, content_type):
     assert reply.headers["X-Kvgate-Reason"] in ROUTED
 
 
-@pytest.mark.parametrize("path, data", [("/v1/chat/completions", BODY), ("/v1/models", b"x"), ("/bypass/v1/chat/completions?bypass=1", BODY)])
+@pytest.mark.parametrize("path, data", [("/v1/chat/completions", BODY), ("/v1/health", b"x"), ("/bypass/v1/chat/completions?bypass=1", BODY)])
 def test_clients_kvgate_headers_are_removed(fleet, path, data):
     fleet.settle()
     head = (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-KVGATE-Salt: other\r\nx-kvgate-hit-tokens: 7\r\nx-kvgate-fingerprint: {'0' * 32}\r\n"

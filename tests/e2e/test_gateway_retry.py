@@ -174,7 +174,7 @@ def test_where_redis_names_unreachable_addresses_the_server_lines_serve():
             assert reply.status_code == 200 and len(fleet.requests) == 1
             assert "X-Kvgate-Worker" not in reply.headers and reply.headers["X-Kvgate-Hit-Tokens"] == "0"
             assert fleet.requests[0].json()["prompt_token_ids"]
-        assert requests.get(fleet.url + "/v1/models", timeout=10).status_code == 200
+        assert requests.get(fleet.url + "/v1/health", timeout=10).status_code == 200
 
 
 def test_no_other_status_than_503_moves_a_request_whatever_nginx_is_told():

@@ -14,6 +14,7 @@ Modes:
     reset          reads the whole request, then resets the connection (counts as an execution)
     silent         reads the whole request and never answers
     close          answers with Connection: close, and closes
+    pieces         200 with a JSON reply made of `pieces`, one write and one chunk each
 idle_timeout: seconds after which an idle kept connection is closed; None = never.
 
 register() makes it a live worker in Redis, with heartbeats, as publish.c does; it holds the blocks of `chain`.
@@ -49,6 +50,7 @@ class FakeWorker:
     def __init__(self, name, path=None, port=0, mode="ok"):
         self.name, self.mode, self.path, self.port = name, mode, path, port
         self.events, self.interval, self.idle_timeout, self.delay = 5, 0.01, None, 0.0
+        self.pieces = [b"{}"]
         self.requests = []
         self.connections = 0
         self.lock = threading.Lock()
@@ -203,6 +205,12 @@ class FakeWorker:
             return False
         if mode in ("sse", "early", "early_middle"):
             return self.stream(connection, mode)
+        if mode == "pieces":
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for piece in self.pieces:
+                connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
+            connection.sendall(b"0\r\n\r\n")
+            return True
         if mode.isdigit():
             body = {"error": {"message": f"{self.name} says {mode}", "type": "server_error", "param": None, "code": None}}
             self.reply(connection, int(mode), body)

@@ -6,6 +6,7 @@ import random
 import threading
 
 import pytest
+import redis as redis_library
 
 from conftest import ROOT
 from schemas import BLOCK, FINGERPRINT, FakeWorker, Schemas, random_chain, rendezvous, route_model
@@ -615,3 +616,9 @@ def test_models_and_prefixes_are_apart(redis):
     FakeWorker(two, "b").up(chain)
     assert one.route(chain)[1][0] == "a" and two.route(chain)[1][0] == "b"
     assert all(key.startswith(("kvgate:{m1}:", "other:{m1}:")) for key in client.keys())
+
+
+@pytest.mark.parametrize("hash", ["", "abc", "0" * 19, "x" * 32, "0123456789abcdef 123456789abcdef"])
+def test_owners_says_what_is_no_hash(schemas, hash):
+    with pytest.raises(redis_library.ResponseError, match="is no block hash"):
+        schemas.call("owners", hash)
