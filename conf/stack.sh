@@ -106,7 +106,7 @@ start_worker() {
     running "$1" >/dev/null && return
     # shellcheck disable=SC2086  # flags are words
     launch "$1" "$B/kvgate-worker" --model "$MODEL" --served-model-name "$MODEL_NAME" --host 127.0.0.1 --port "$(api_port "$1")" \
-        --gateway-listen "127.0.0.1:$(gateway_port "$1")" --worker-id "$1" --redis "redis://127.0.0.1:$REDIS_PORT" $WORKER_FLAGS
+        --gateway-listen "127.0.0.1:$(gateway_port "$1")" --worker-id "$1" --redis "redis://127.0.0.1:$REDIS_PORT" ${WARM:+--warm "$WARM"} $WORKER_FLAGS
 }
 
 worker_ready() { curl -sf -m 2 "http://127.0.0.1:$(api_port "$1")/ready"; }

@@ -14,10 +14,11 @@
 #include "gpu-worker/model/model.h"
 #include "gpu-worker/options.h"
 #include "gpu-worker/server/server.h"
+#include "gpu-worker/server/warm.h"
 #include "libprompt/prompt.h"
 
 enum { EXIT_START = 1, EXIT_USAGE = 2, EXIT_SUPERSEDED = 3, EXIT_FORCED = 143 };
-enum { SEGMENT_MEMORY = 64 << 20, DRAIN_POLL_MS = 50, DRAIN_QUIET_POLLS = 4 };
+enum { SEGMENT_MEMORY = 64 << 20, WARM_POLL_MS = 5, DRAIN_POLL_MS = 50, DRAIN_QUIET_POLLS = 4 };
 
 struct worker {
     struct options options;
@@ -27,6 +28,7 @@ struct worker {
     struct model *draft_model;
     struct publisher *publisher;
     struct engine *engine;
+    struct warm *warm; /* with --warm FILE */
     struct server *server;
 };
 
@@ -207,6 +209,7 @@ static int start_publisher(struct worker *worker, struct kvg_error *err)
         .version = KVGATE_VERSION,
         .fingerprint = *kvg_prompt_model_fingerprint(worker->prompt_model),
         .block_size = options->block_size,
+        .held = true, /* until the listeners are open and the prompts of --warm computed */
         .superseded = on_superseded,
     };
     return options->redis ? publisher_open(&worker->publisher, &publisher_options, err) : 0;
@@ -239,6 +242,7 @@ static int start_engine(struct worker *worker, struct kvg_error *err)
     return 0;
 }
 
+/* Nothing listens before the file was read: a fault in it ends the start. */
 static int start_server(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
@@ -250,21 +254,45 @@ static int start_server(struct worker *worker, struct kvg_error *err)
         .aliases = options->aliases,
         .n_aliases = options->n_aliases,
         .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,
+        .warming = true,
         .api_key = options->api_key,
         .version = KVGATE_VERSION,
         .max_waiting = options->max_waiting,
     };
+    if (options->warm && warm_open(&worker->warm, options->warm, &server_options, worker->engine, worker->prompt_model, err) < 0)
+        return -1;
+    return server_open(&worker->server, &server_options, worker->engine, worker->prompt_model, worker->publisher, err);
+}
+
+/* Computes what --warm names. 0, -1 with err, or the signal that ends the worker before. */
+static int warm_up(struct worker *worker, const sigset_t *ending, struct kvg_error *err)
+{
+    const struct timespec poll = {.tv_nsec = WARM_POLL_MS * 1000000};
+    int rc, signal_number;
+
+    if (!worker->warm)
+        return 0;
+    while ((rc = warm_advance(worker->warm, err)) == 0)
+        if ((signal_number = sigtimedwait(ending, NULL, &poll)) > 0) {
+            warm_cancel(worker->warm);
+            return signal_number;
+        }
+    return rc < 0 ? -1 : 0;
+}
+
+static void be_ready(struct worker *worker)
+{
+    const struct options *options = &worker->options;
     char plain[300] = "";
 
-    if (server_open(&worker->server, &server_options, worker->engine, worker->prompt_model, worker->publisher, err) < 0)
-        return -1;
+    server_ready(worker->server);
+    publisher_release(worker->publisher);
     if (options->port)
         snprintf(plain, sizeof plain, strchr(options->host, ':') ? " at http://[%s]:%u" : " at http://%s:%u", options->host,
                  options->port);
     log_info("ready: %s%s%s%s%s%s", options->served_model_name, plain, options->gateway_listen ? ", gateway at " : "",
              options->gateway_listen ? options->gateway_listen : "", options->redis ? ", worker id " : "",
              options->redis ? options->worker_id : "");
-    return 0;
 }
 
 /* ---- end --------------------------------------------------------------------------------------------------------------- */
@@ -294,6 +322,7 @@ static void stop(struct worker *worker)
         server_close(worker->server);
     if (worker->engine)
         engine_close(worker->engine);
+    warm_close(worker->warm);
     if (worker->publisher)
         publisher_close(worker->publisher);
     if (worker->model)
@@ -328,13 +357,16 @@ int main(int argc, char **argv)
     log_set_level(level_of(worker.options.log_level));
     prepare_process(&ending);
     if (load_model(&worker, &err) < 0 || start_publisher(&worker, &err) < 0 || start_engine(&worker, &err) < 0 ||
-        start_server(&worker, &err) < 0) {
+        start_server(&worker, &err) < 0 || (signal_number = warm_up(&worker, &ending, &err)) < 0) {
         log_error("cannot start: %s", err.message);
         stop(&worker);
         return EXIT_START;
     }
-    while (sigwait(&ending, &signal_number) != 0)
-        ;
+    if (signal_number == 0) {
+        be_ready(&worker);
+        while (sigwait(&ending, &signal_number) != 0)
+            ;
+    }
     if (atomic_load(&superseded))
         log_error("another process runs under the worker id \"%s\": draining, then exiting", worker.options.worker_id);
     else

@@ -116,6 +116,7 @@ static void render_load(struct page *page, struct engine_metrics *m)
     gauge(page, "kv_blocks_total", "KV blocks in the pool.", total);
     gauge(page, "kv_blocks_used", "KV blocks that requests hold now.", m->blocks_used);
     gauge(page, "kv_blocks_cached", "KV blocks that only the prefix cache holds; evictable.", m->blocks_cached);
+    gauge(page, "kv_blocks_warm", "KV blocks of the prompts given by --warm: evicted when no others can be.", m->blocks_warm);
     gauge(page, "backlog_tokens", "Prompt tokens queued or admitted and not yet computed, plus 16 a running decode.",
           (double)m->backlog_tokens);
 }

@@ -22,6 +22,7 @@ void histogram_add(struct histogram *h, double value);
 struct engine_metrics {
     _Atomic uint32_t running, waiting;
     _Atomic uint32_t blocks_total, blocks_used, blocks_cached; /* used: not free and not evictable */
+    _Atomic uint32_t blocks_warm;                              /* in the prefix cache and evicted last */
     _Atomic uint64_t backlog_tokens;
     _Atomic uint64_t prefix_query_tokens, prefix_hit_tokens; /* vLLM: prefix_cache_queries, prefix_cache_hits */
     _Atomic uint64_t prompt_tokens, generation_tokens, computed_prompt_tokens;

@@ -52,6 +52,9 @@ static const struct flag flags[] = {
     {"enable-chunked-prefill", OFF, AT(disable_chunked_prefill), NULL,
      "compute long prompts in parts, beside running answers; this is the default"},
     {"no-enable-chunked-prefill", ON, AT(disable_chunked_prefill), NULL, "compute each prompt in one step as far as it fits"},
+    {"warm", TEXT, AT(warm), "FILE",
+     "request bodies (chat or completions), one a line: their prompts are computed before the worker is ready, and evicted last; "
+     "default: none"},
     {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
      "order of waiting requests; priority: lower numbers first; default fcfs"},
     {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE",
@@ -304,6 +307,8 @@ static int check(struct options *options, struct kvg_error *err)
 {
     if (!options->model)
         return kvg_fail(err, KVG_INVALID, "--model FILE is required (--help lists all flags)");
+    if (options->warm && options->disable_prefix_caching)
+        return kvg_fail(err, KVG_INVALID, "--warm fills the prefix cache, which --no-enable-prefix-caching turns off");
     if (!options->served_model_name)
         derive_name(options);
     if (!options->worker_id)

@@ -21,6 +21,7 @@ struct options {
     uint64_t kv_cache_memory;      /* bytes; 0 = not given */
     double gpu_memory_utilization; /* 0 = not given */
     bool disable_prefix_caching, disable_chunked_prefill;
+    const char *warm;              /* NULL = none */
     const char *scheduling_policy; /* "fcfs", "priority" */
     const char *speculative_model; /* "ngram", a GGUF file, or NULL: no drafts */
     const char *speculative_config;

@@ -118,6 +118,7 @@ struct engine_submit {
     const char *salt; /* cache isolation; copied */
     size_t salt_len;
     struct engine_params params; /* arrays are copied */
+    bool warm;                   /* the prompt's blocks are evicted last */
     engine_sink sink;
     void *context;
 };

@@ -168,6 +168,7 @@ int request_create(struct request **out, const struct request_world *world, cons
     kvg_arena_init(&request->arena, 0);
     request->sink = submit->sink;
     request->context = submit->context;
+    request->warm = submit->warm;
     if (fill(request, world, submit) < 0) {
         request_free(request);
         return kvg_fail(err, KVG_NOMEM, "no memory for a request of %zu tokens and %u choices", submit->n_ids, submit->params.n);

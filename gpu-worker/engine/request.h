@@ -58,6 +58,7 @@ struct request {
     struct request *before, *after; /* the engine's list of live requests; its mutex */
     struct request *next_new;       /* the engine's queue of new ones; its mutex */
     bool cancelled, taken;          /* taken: no longer queued as new; the engine's mutex */
+    bool warm;                      /* what it stores is evicted last */
     engine_sink sink;
     void *context;
     struct engine_params params; /* arrays in the arena */

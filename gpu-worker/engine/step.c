@@ -234,6 +234,8 @@ static void store(struct stepper *step, struct sequence *seq, uint32_t n_rows)
 {
     seq->n_computed += n_rows;
     cache_store(step->cache, &seq->held, seq->ids, seq->n_computed);
+    if (seq->request->warm)
+        cache_warm(step->cache, &seq->held);
 }
 
 static void store_rows(struct stepper *step)
@@ -315,6 +317,7 @@ void step_report(struct stepper *step)
     m->blocks_total = counts.total;
     m->blocks_used = counts.used;
     m->blocks_cached = counts.cached;
+    m->blocks_warm = counts.warm;
     m->evicted_blocks = counts.evicted;
     m->preemptions = step->sched.n_preemptions;
     if (step->sched.n_running == 0)

@@ -172,6 +172,12 @@ uint32_t cache_share(struct kv_cache *cache, struct cache_seq *seq)
     return freed;
 }
 
+void cache_warm(struct kv_cache *cache, const struct cache_seq *seq)
+{
+    if (seq->n_stored)
+        radix_warm(&cache->tree, seq->node);
+}
+
 void cache_release(struct kv_cache *cache, struct cache_seq *seq)
 {
     /* Last block first, so that the free list hands them out in the order of the table again. */
@@ -189,6 +195,7 @@ void cache_counts(const struct kv_cache *cache, struct cache_counts *out)
     out->free = cache->pool.n_free;
     out->cached = cache->tree.n_evictable;
     out->used = out->total - out->free - out->cached;
+    out->warm = cache->tree.n_warm;
     out->evicted = cache->n_evicted;
 }
 

@@ -65,6 +65,8 @@ void cache_trim(struct kv_cache *cache, struct cache_seq *seq, uint32_t n_tokens
 void cache_store(struct kv_cache *cache, struct cache_seq *seq, const uint32_t *ids, uint32_t n_computed);
 /* Between steps: replaces the sequence's duplicates by the tree's blocks of the same ids; returns the blocks that became free. */
 uint32_t cache_share(struct kv_cache *cache, struct cache_seq *seq);
+/* What the sequence has stored so far is warm: evicted last, when no other block can be. */
+void cache_warm(struct kv_cache *cache, const struct cache_seq *seq);
 /* The sequence holds nothing any more; full blocks stay cached. */
 void cache_release(struct kv_cache *cache, struct cache_seq *seq);
 
@@ -72,6 +74,7 @@ struct cache_counts {
     uint32_t total, free;
     uint32_t cached;  /* only the tree holds them: evictable */
     uint32_t used;    /* a sequence holds them */
+    uint32_t warm;    /* in the tree and evicted last, held or not */
     uint64_t evicted; /* ever */
 };
 void cache_counts(const struct kv_cache *cache, struct cache_counts *out);

@@ -56,7 +56,7 @@ struct publisher {
     _Atomic uint32_t running, waiting, blocks_used, blocks_total;
     _Atomic uint64_t backlog;
     _Atomic int64_t reported_ms;
-    _Atomic bool draining, stop;
+    _Atomic bool draining, stop, held;
 
     /* written by the publisher's thread, read by publisher_stats */
     _Atomic bool connected, registered, mismatch;
@@ -417,6 +417,8 @@ static int work(struct publisher *p)
         return (int)(p->connect_at > now ? p->connect_at - now : 1);
 
     if (p->phase == UNREGISTERED) {
+        if (atomic_load(&p->held))
+            return BEAT_MS;
         if (now < p->register_at)
             return (int)(p->register_at - now);
         register_worker(p);
@@ -508,6 +510,7 @@ static int copy_options(struct publisher *p, const struct publisher_options *opt
     p->context = options->context;
     p->stall_ms = options->stall_ms ? options->stall_ms : DEFAULT_STALL_MS;
     atomic_store(&p->reported_ms, now_ms());
+    atomic_store(&p->held, options->held);
     return 0;
 }
 
@@ -542,6 +545,14 @@ int publisher_open(struct publisher **out, const struct publisher_options *optio
     }
     *out = p;
     return 0;
+}
+
+void publisher_release(struct publisher *p)
+{
+    if (!p)
+        return;
+    atomic_store(&p->held, false);
+    queue_wake(&p->queue);
 }
 
 void publisher_close(struct publisher *p)

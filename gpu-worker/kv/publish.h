@@ -24,12 +24,15 @@ struct publisher_options {
     uint32_t block_size;
     size_t queue_blocks; /* events the queue can hold; 0 = 65,536 */
     uint32_t stall_ms;   /* no publisher_report for so long: heartbeats stop; 0 = 10,000 */
+    bool held;           /* registers only after publisher_release */
     /* Called on the publisher's thread when another process has taken this worker id: the worker must exit. */
     void (*superseded)(void *context);
     void *context;
 };
 
 int publisher_open(struct publisher **out, const struct publisher_options *options, struct kvg_error *err);
+/* The worker is ready: it registers, tells what it holds, and heartbeats begin. Any thread. */
+void publisher_release(struct publisher *publisher);
 /* Marks the worker as leaving (its lease ends at once) where Redis answers within a second, and joins the thread. */
 void publisher_close(struct publisher *publisher);
 

@@ -12,6 +12,7 @@ struct radix_node {
     uint32_t n_blocks;
     uint32_t locks;
     uint32_t heap; /* position in the heap */
+    bool warm;     /* evicted last; so are its parents */
     uint64_t last_used;
     struct radix_salt salt; /* of a root */
 };
@@ -120,7 +121,8 @@ static void heap_place(struct radix *tree, uint32_t at, uint32_t node)
 
 static bool heap_before(const struct radix *tree, uint32_t a, uint32_t b)
 {
-    return tree->nodes[a].last_used < tree->nodes[b].last_used;
+    const struct radix_node *x = &tree->nodes[a], *y = &tree->nodes[b];
+    return x->warm != y->warm ? y->warm : x->last_used < y->last_used;
 }
 
 static void heap_up(struct radix *tree, uint32_t at)
@@ -250,6 +252,7 @@ static uint32_t split(struct radix *tree, uint32_t node, uint32_t k, uint32_t la
     u->n_blocks = k;
     u->locks = n->locks;
     u->last_used = n->last_used;
+    u->warm = n->warm;
     n->first = tree->next[last];
     n->n_blocks -= k;
     tree->next[last] = tree->prev[n->first] = RADIX_NONE;
@@ -353,12 +356,12 @@ static void append(struct radix *tree, uint32_t node, const struct radix_run *ru
     pool_ref(tree->pool, block);
 }
 
-/* The node that the caller's new blocks go into: `node` itself where it is a leaf that nobody else holds, else a new child,
- * so that nobody else's lock grows. Held by the caller either way. */
+/* The node that the caller's new blocks go into: `node` itself where it is a leaf that nobody else holds and is not warm, else
+ * a new child, so that nobody else's lock grows and nothing becomes warm unasked. Held by the caller either way. */
 static uint32_t node_to_grow(struct radix *tree, uint32_t node)
 {
     struct radix_node *n = &tree->nodes[node];
-    if (n->n_blocks && n->locks == 1 && n->child == RADIX_NONE)
+    if (n->n_blocks && n->locks == 1 && n->child == RADIX_NONE && !n->warm)
         return node;
     uint32_t child = new_node(tree);
     tree->nodes[child].locks = 1;
@@ -395,6 +398,14 @@ uint32_t radix_extend(struct radix *tree, const struct radix_salt *salt, uint32_
         bucket_add(tree, grown);
     tree->nodes[grown].last_used = ++tree->clock;
     return grown;
+}
+
+void radix_warm(struct radix *tree, uint32_t node)
+{
+    for (; node != RADIX_NONE && !tree->nodes[node].warm; node = tree->nodes[node].parent) {
+        tree->nodes[node].warm = true;
+        tree->n_warm += tree->nodes[node].n_blocks;
+    }
 }
 
 /* ---- releasing ---------------------------------------------------------------------------------------------------------- */
@@ -443,6 +454,7 @@ uint32_t radix_evict(struct radix *tree, struct kvg_hash *hash)
     n->n_blocks--;
     tree->n_cached--;
     tree->n_evictable--;
+    tree->n_warm -= n->warm;
     if (n->n_blocks)
         tree->next[n->last] = RADIX_NONE;
     else
@@ -495,7 +507,7 @@ size_t radix_hashes(const struct radix *tree, struct kvg_hash *out)
 }
 
 struct tally {
-    uint32_t nodes, blocks, evictable, leaves;
+    uint32_t nodes, blocks, evictable, leaves, warm;
     struct kvg_error *err;
 };
 
@@ -524,6 +536,8 @@ static int check_node(const struct radix *tree, uint32_t node, void *context)
     }
     if (n->locks < below)
         return kvg_fail(tally->err, -1, "a run has %u locks, its children %u", n->locks, below);
+    if (n->warm && !root && !tree->nodes[n->parent].warm)
+        return kvg_fail(tally->err, -1, "a warm run of %u blocks lies below one that is not", k);
     uint32_t found = *bucket_of_node(tree, node);
     while (found != RADIX_NONE && found != node)
         found = tree->nodes[found].chain;
@@ -536,6 +550,7 @@ static int check_node(const struct radix *tree, uint32_t node, void *context)
     tally->blocks += k;
     tally->evictable += n->locks == 0 ? k : 0;
     tally->leaves += evictable;
+    tally->warm += n->warm ? k : 0;
     return 0;
 }
 
@@ -546,10 +561,11 @@ int radix_check(const struct radix *tree, struct kvg_error *err)
     if (for_each_node(tree, check_node, &tally) < 0)
         return -1;
     if (tally.nodes != tree->n_nodes || tally.blocks != tree->n_cached || tally.evictable != tree->n_evictable ||
-        tally.leaves != tree->n_heap)
-        return kvg_fail(err, -1, "the tree holds %u nodes, %u blocks, %u evictable, %u leaves; counted as %u, %u, %u, %u",
-                        tally.nodes, tally.blocks, tally.evictable, tally.leaves, tree->n_nodes, tree->n_cached,
-                        tree->n_evictable, tree->n_heap);
+        tally.leaves != tree->n_heap || tally.warm != tree->n_warm)
+        return kvg_fail(err, -1,
+                        "the tree holds %u nodes, %u blocks, %u evictable, %u leaves, %u warm; counted as %u, %u, %u, %u, %u",
+                        tally.nodes, tally.blocks, tally.evictable, tally.leaves, tally.warm, tree->n_nodes, tree->n_cached,
+                        tree->n_evictable, tree->n_heap, tree->n_warm);
     for (uint32_t i = 1; i < tree->n_heap; i++)
         if (heap_before(tree, tree->heap[i], tree->heap[(i - 1) / 2]))
             return kvg_fail(err, -1, "the heap of leaves is out of order at %u", i);

@@ -13,7 +13,8 @@
  *
  * locks of a node = running sequences whose path goes through it, so a node without locks has none below it either, and all
  * its blocks can be evicted. Unlocked leaves wait in a heap, least recently used first; eviction takes a leaf's last block
- * first, so that what stays is always a prefix.
+ * first, so that what stays is always a prefix. Warm runs come behind all others: they go when nothing else can. Whatever leads
+ * to a warm run is warm.
  *
  * Every block of the tree carries one reference of the pool. Nothing allocates after radix_init. One thread.
  */
@@ -48,6 +49,7 @@ struct radix {
     uint32_t *next, *prev; /* [n_blocks] links inside a run */
     uint32_t n_cached;     /* blocks in the tree */
     uint32_t n_evictable;  /* of these, blocks that no lock keeps */
+    uint32_t n_warm;       /* blocks that are evicted last */
     uint32_t n_nodes;      /* roots included */
 };
 
@@ -72,6 +74,8 @@ uint32_t radix_lock(struct radix *tree, const struct radix_salt *salt, const str
  * has a block of the same ids, blocks[i] stays the caller's own copy. entered[i]: whether blocks[i] is in the tree now. */
 uint32_t radix_extend(struct radix *tree, const struct radix_salt *salt, uint32_t node, const struct radix_run *run,
                       const uint32_t *blocks, bool *entered);
+/* The caller holds `node` (RADIX_NONE: nothing): its path is evicted last from now on. */
+void radix_warm(struct radix *tree, uint32_t node);
 /* The blocks on the path to `node`, first to last, to blocks[n]; n must be the depth of its end. */
 void radix_path(const struct radix *tree, uint32_t node, uint32_t *blocks, uint32_t n);
 /* Ends a lock and counts as a use of the whole path. */

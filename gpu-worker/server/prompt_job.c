@@ -75,11 +75,8 @@ bool prompt_parse(struct kvg_buf *text, struct kvg_arena *arena, struct kvg_json
 bool prompt_check_model(const struct prompt_source *source, struct kvg_str model, struct prompt_fault *fault)
 {
     const struct server_options *options = &source->server->options;
-    if (model.len == 0 || kvg_str_eq(model, options->model_name))
+    if (server_serves(options, model))
         return true;
-    for (size_t i = 0; i < options->n_aliases; i++)
-        if (kvg_str_eq(model, options->aliases[i]))
-            return true;
     kvg_fail(&fault->err, KVG_INVALID, "the model \"%.*s\" does not exist: this worker serves \"%s\"",
              (int)(model.len > 64 ? 64 : model.len), model.bytes, options->model_name);
     snprintf(fault->err.param, sizeof fault->err.param, "model");

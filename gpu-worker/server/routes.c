@@ -35,9 +35,12 @@ static void get_ready(struct conn *conn)
 {
     struct server *server = conn->loop->server;
     struct kvg_buf body = {0};
-    bool draining = atomic_load(&server->draining), alive = engine_alive(server->engine);
-    kvg_buf_puts(&body, draining ? "{\"status\":\"draining\"}" : alive ? "{\"status\":\"ready\"}" : "{\"status\":\"not ready\"}");
-    reply_buf(conn, alive && !draining ? 200 : 503, NULL, &body);
+    const char *status = atomic_load(&server->draining)  ? "draining"
+                         : !engine_alive(server->engine) ? "not ready"
+                         : atomic_load(&server->warming) ? "warming"
+                                                         : "ready";
+    kvg_buf_printf(&body, "{\"status\":\"%s\"}", status);
+    reply_buf(conn, strcmp(status, "ready") == 0 ? 200 : 503, NULL, &body);
 }
 
 static void get_version(struct conn *conn)

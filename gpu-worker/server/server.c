@@ -28,17 +28,26 @@ static void set_defaults(struct server_options *options)
     default_to(&options->comment_ms, 5 * 1000);
 }
 
-/* Tenants by API key: the key itself stays out of hashes and logs. */
-static void derive_salt(struct server *server)
+bool server_serves(const struct server_options *options, struct kvg_str model)
 {
-    const char *key = server->options.api_key;
+    if (model.len == 0 || kvg_str_eq(model, options->model_name))
+        return true;
+    for (size_t i = 0; i < options->n_aliases; i++)
+        if (kvg_str_eq(model, options->aliases[i]))
+            return true;
+    return false;
+}
+
+void server_key_salt(const char *api_key, char out[SERVER_SALT_SIZE])
+{
     unsigned char digest[SHA256_DIGEST_LENGTH];
-    if (!key)
+    out[0] = '\0';
+    if (!api_key)
         return;
-    SHA256((const unsigned char *)key, strlen(key), digest);
-    size_t n = (size_t)snprintf(server->key_salt, sizeof server->key_salt, "key:");
+    SHA256((const unsigned char *)api_key, strlen(api_key), digest);
+    size_t n = (size_t)snprintf(out, SERVER_SALT_SIZE, "key:");
     for (int i = 0; i < SHA256_DIGEST_LENGTH; i++)
-        n += (size_t)snprintf(server->key_salt + n, sizeof server->key_salt - n, "%02x", digest[i]);
+        n += (size_t)snprintf(out + n, SERVER_SALT_SIZE - n, "%02x", digest[i]);
 }
 
 static int open_listeners(struct server *server, struct kvg_error *err)
@@ -96,7 +105,8 @@ int server_open(struct server **out, const struct server_options *options, struc
     counters_init(&server->counters);
     engine_info(engine, &server->info);
     kvg_hash_hex(kvg_prompt_model_fingerprint(prompt_model), server->fingerprint);
-    derive_salt(server);
+    server_key_salt(options->api_key, server->key_salt);
+    atomic_init(&server->warming, options->warming);
     if (open_listeners(server, err) < 0 || start_threads(server, err) < 0) {
         server_close(server);
         return -1;
@@ -109,6 +119,11 @@ static void wake_all(struct server *server)
 {
     for (unsigned i = 0; i < server->n_loops; i++)
         loop_wake(server->loops[i]);
+}
+
+void server_ready(struct server *server)
+{
+    atomic_store(&server->warming, false);
 }
 
 void server_drain(struct server *server)

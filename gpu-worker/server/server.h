@@ -5,9 +5,12 @@
 #include <stdint.h>
 #include "gpu-worker/engine/engine.h"
 #include "libprompt/error.h"
+#include "libprompt/json.h"
 
 struct server;
 struct publisher;
+
+enum { SERVER_SALT_SIZE = 80 };
 
 /* The strings are the caller's and outlive the server. */
 struct server_options {
@@ -18,6 +21,7 @@ struct server_options {
     const char *const *aliases; /* [n_aliases] further names that requests may use; replies carry model_name */
     size_t n_aliases;
     bool priority_scheduling; /* the engine's: else a priority other than 0 is refused */
+    bool warming;             /* not ready before server_ready; requests are served */
     const char *api_key;      /* NULL = open */
     const char *version;
     uint32_t threads;        /* connection and tokenizing threads; 0 = 2 */
@@ -32,7 +36,13 @@ struct server_options {
 
 int server_open(struct server **out, const struct server_options *options, struct engine *engine,
                 const struct kvg_prompt_model *prompt_model, struct publisher *publisher, struct kvg_error *err);
-/* Any thread may call the rest. Stops accepting, announces Connection: close, lets running replies end. */
+/* Whether requests may use this name; an absent one (len 0) is the model's. */
+bool server_serves(const struct server_options *options, struct kvg_str model);
+/* The plain listener's salt: tenants by API key, which itself stays out of hashes and logs. "" without one. */
+void server_key_salt(const char *api_key, char out[SERVER_SALT_SIZE]);
+/* Any thread may call the rest. /ready says ready from now on. */
+void server_ready(struct server *server);
+/* Stops accepting, announces Connection: close, lets running replies end. */
 void server_drain(struct server *server);
 bool server_idle(const struct server *server); /* no reply is being sent */
 /* Closes every connection, cancels what they asked for, joins the threads. The engine must still live. */

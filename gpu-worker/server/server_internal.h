@@ -24,9 +24,9 @@ struct server {
     struct publisher *publisher;
     struct engine_info info;
     char fingerprint[KVG_HASH_HEX + 1];
-    char key_salt[80];     /* the plain listener's salt: "key:" and the SHA-256 of the API key; "" without one */
-    int64_t created;       /* seconds since the epoch */
-    const char *unix_path; /* of the gateway listener: removed at the end; NULL: none */
+    char key_salt[SERVER_SALT_SIZE]; /* the plain listener's salt: "key:" and the SHA-256 of the API key; "" without one */
+    int64_t created;                 /* seconds since the epoch */
+    const char *unix_path;           /* of the gateway listener: removed at the end; NULL: none */
 
     int listen_fds[LOOP_MAX_LISTENERS]; /* plain, gateway; -1: none */
 
@@ -39,5 +39,5 @@ struct server {
     atomic_uint n_busy;      /* connections with a reply in work or unsent */
     atomic_uint n_pending;   /* generations in the pool, or submitted and without a first token */
     atomic_uint n_listening; /* loops that still accept */
-    atomic_bool draining, stopping;
+    atomic_bool warming, draining, stopping;
 };

@@ -274,6 +274,59 @@ static void eviction_takes_the_least_recently_used_first(void **state)
     cache_close(world.cache);
 }
 
+static void warm_blocks_outlive_others_and_yield_at_last(void **state)
+{
+    struct world world;
+    struct sequence warm, other;
+    struct cache_counts counts;
+
+    open_world(&world, 6, false);
+    begin(&warm, 0, "01");
+    assert_int_equal(compute(&world, &warm, 8), 0);
+    cache_warm(world.cache, &warm.held);
+    cache_release(world.cache, &warm.held);
+    for (char round = 0; round < 3; round++) /* each time all other blocks are younger, and go first */
+        live(&world, &other, 0, (char[]){(char)('2' + round), '5', '6', '7', 0}, 16);
+    begin(&warm, 0, "019");
+    assert_int_equal(cache_peek(world.cache, &warm.held, warm.ids, 12), 8);
+    live(&world, &other, 0, "0189", 16); /* what follows a warm run is not warm itself */
+    cache_counts(world.cache, &counts);
+    assert_int_equal(counts.warm, 2);
+    live(&world, &other, 1, "23456", 20); /* five of six blocks: the last of the warm run has to go */
+    cache_counts(world.cache, &counts);
+    assert_int_equal(counts.warm, 1);
+    begin(&other, 1, "234567");
+    assert_int_equal(compute(&world, &other, 24), 0);
+    cache_counts(world.cache, &counts);
+    assert_int_equal(counts.warm, 0);
+    cache_release(world.cache, &other.held);
+    check(&world);
+    live(&world, &warm, 0, "01", 8); /* once gone, it comes back as any other */
+    cache_counts(world.cache, &counts);
+    assert_int_equal(counts.warm, 0);
+    cache_close(world.cache);
+}
+
+static void a_warm_prefix_that_is_cached_already_becomes_warm(void **state)
+{
+    struct world world;
+    struct sequence a, b;
+    struct cache_counts counts;
+
+    open_world(&world, 8, false);
+    live(&world, &a, 0, "0123", 16);
+    begin(&b, 0, "01");
+    assert_int_equal(cache_match(world.cache, &b.held, b.ids, 7), 4); /* a token is left to compute */
+    cache_store(world.cache, &b.held, b.ids, 4);
+    cache_warm(world.cache, &b.held);
+    check(&world);
+    cache_release(world.cache, &b.held);
+    cache_counts(world.cache, &counts);
+    assert_int_equal(counts.warm, 1);
+    check(&world);
+    cache_close(world.cache);
+}
+
 static void a_grow_that_cannot_be_served_changes_nothing(void **state)
 {
     struct world world;
@@ -288,7 +341,10 @@ static void a_grow_that_cannot_be_served_changes_nothing(void **state)
     size_t n_log = world.n_log;
     assert_int_equal(cache_grow(world.cache, &b.held, 4 * SIZE + 1), -1);
     cache_counts(world.cache, &after);
-    assert_memory_equal(&before, &after, sizeof before);
+    assert_int_equal(before.free, after.free);
+    assert_int_equal(before.cached, after.cached);
+    assert_int_equal(before.used, after.used);
+    assert_int_equal(before.evicted, after.evicted);
     assert_int_equal(world.n_log, n_log);
     assert_int_equal(cache_grow(world.cache, &b.held, 4 * SIZE), 0);
     cache_release(world.cache, &b.held);
@@ -398,14 +454,14 @@ static void a_failed_allocation_is_reported_and_leaks_nothing(void **state)
 
 /* One cached block: a plain tree with one entry a block, found by looking at all of them. */
 struct entry {
-    bool live;
+    bool live, warm;
     int parent; /* entry, or -1 - salt */
     uint32_t variant, block, locks, children;
     uint64_t used;
     struct kvg_hash hash;
 };
 struct user {
-    bool live;
+    bool live, warm;
     int salt;
     struct sequence seq;
     uint32_t n_table, table[TABLE];
@@ -418,7 +474,7 @@ struct model {
     struct entry entries[MOST_BLOCKS];
     struct user users[SEQS];
     uint64_t clock, random;
-    uint64_t hits, evictions, shortages, duplicates, shared;
+    uint64_t hits, evictions, warm_evictions, shortages, duplicates, shared;
 };
 
 static uint32_t draw(struct model *m, uint32_t below)
@@ -445,14 +501,20 @@ static uint32_t variant_of(const struct user *user, uint32_t block)
     return user->seq.ids[block * SIZE] / 10;
 }
 
-/* The least recently used unlocked leaf leaves the model; its hash must be the next event. */
+static bool model_goes_before(const struct entry *a, const struct entry *b)
+{
+    return a->warm != b->warm ? b->warm : a->used < b->used;
+}
+
+/* The least recently used unlocked leaf, of the warm ones only where there is no other, leaves the model; its hash must be the
+ * next event. */
 static void model_evict(struct model *m, const struct event *event)
 {
     struct entry *least = NULL;
 
     for (uint32_t i = 0; i < m->n_blocks; i++) {
         struct entry *e = &m->entries[i];
-        if (e->live && e->locks == 0 && e->children == 0 && (!least || e->used < least->used))
+        if (e->live && e->locks == 0 && e->children == 0 && (!least || model_goes_before(e, least)))
             least = e;
     }
     assert_non_null(least);
@@ -460,6 +522,7 @@ static void model_evict(struct model *m, const struct event *event)
     assert_memory_equal(&event->hash, &least->hash, sizeof least->hash);
     least->live = false;
     m->n_entries--;
+    m->warm_evictions += least->warm;
     if (least->parent >= 0)
         m->entries[least->parent].children--;
     m->evictions++;
@@ -483,6 +546,7 @@ static void start(struct model *m, struct user *user)
     digits[TABLE] = '\0';
     user->live = true;
     user->salt = (int)draw(m, SALTS);
+    user->warm = draw(m, 16) == 0;
     user->n_stored = 0;
     begin(&user->seq, user->salt, digits);
     while (user->n_stored < (n_tokens - 1) / SIZE) {
@@ -547,6 +611,22 @@ static void advance(struct model *m, struct user *user)
     assert_int_equal(at, m->world.n_log);
 }
 
+/* A warm sequence's blocks are evicted last, whoever stored them. */
+static void warm(struct model *m, struct user *user)
+{
+    cache_warm(m->world.cache, &user->seq.held);
+    for (uint32_t i = 0; i < user->n_stored; i++)
+        m->entries[user->path[i]].warm = true;
+}
+
+static uint32_t model_warm(const struct model *m)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < m->n_blocks; i++)
+        n += m->entries[i].live && m->entries[i].warm;
+    return n;
+}
+
 static void share(struct model *m, struct user *user)
 {
     uint32_t freed = 0;
@@ -609,12 +689,15 @@ static void step(struct model *m)
         share(m, user);
     else
         end(m, user);
+    if (user->live && user->warm)
+        warm(m, user);
     if (user->live)
         assert_memory_equal(user->table, user->seq.blocks, user->n_table * sizeof *user->table);
     struct cache_counts counts;
     cache_counts(m->world.cache, &counts);
     assert_int_equal(counts.free, m->n_blocks - m->n_entries - m->n_private);
     assert_int_equal(counts.cached, model_evictable(m));
+    assert_int_equal(counts.warm, model_warm(m));
     assert_int_equal(counts.free + counts.cached + counts.used, m->n_blocks);
     check(&m->world);
 }
@@ -625,7 +708,7 @@ static void random_operations_agree_with_a_plain_model(void **state)
     const char *ops = getenv("CACHE_OPS");
     uint64_t n = ops ? strtoull(ops, NULL, 10) : 1000000;
     static const uint32_t pools[] = {8, 24, 64, 256};
-    uint64_t total_evictions = 0, total_shared = 0, total_shortages = 0;
+    uint64_t total_evictions = 0, total_warm = 0, total_shared = 0, total_shortages = 0;
 
     for (size_t p = 0; p < 4; p++) {
         memset(&m, 0, sizeof m);
@@ -646,13 +729,15 @@ static void random_operations_agree_with_a_plain_model(void **state)
         assert_int_equal(counts.used, 0);
         assert_true(m.hits > 0);
         total_evictions += m.evictions;
+        total_warm += m.warm_evictions;
         total_shared += m.shared;
         total_shortages += m.shortages;
         cache_close(m.world.cache);
     }
-    print_message("%llu operations: %llu evictions, %llu shared, %llu shortages\n", (unsigned long long)n,
-                  (unsigned long long)total_evictions, (unsigned long long)total_shared, (unsigned long long)total_shortages);
-    assert_true(total_evictions > 0 && total_shared > 0 && total_shortages > 0);
+    print_message("%llu operations: %llu evictions, %llu of warm blocks, %llu shared, %llu shortages\n", (unsigned long long)n,
+                  (unsigned long long)total_evictions, (unsigned long long)total_warm, (unsigned long long)total_shared,
+                  (unsigned long long)total_shortages);
+    assert_true(total_evictions > 0 && total_warm > 0 && total_shared > 0 && total_shortages > 0);
 }
 
 int main(void)
@@ -666,6 +751,8 @@ int main(void)
         cmocka_unit_test(sharing_gives_duplicates_back_early),
         cmocka_unit_test(an_evicted_prefix_is_gone_before_its_block_is_used_again),
         cmocka_unit_test(eviction_takes_the_least_recently_used_first),
+        cmocka_unit_test(warm_blocks_outlive_others_and_yield_at_last),
+        cmocka_unit_test(a_warm_prefix_that_is_cached_already_becomes_warm),
         cmocka_unit_test(a_grow_that_cannot_be_served_changes_nothing),
         cmocka_unit_test(a_trim_gives_back_what_lies_behind),
         cmocka_unit_test(without_prefix_caching_nothing_is_found_or_told),
