@@ -8,6 +8,7 @@
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
+#include "gpu-worker/engine/drafter.h"
 #include "gpu-worker/engine/engine.h"
 #include "gpu-worker/kv/publish.h"
 #include "gpu-worker/log.h"
@@ -156,6 +157,7 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
         .max_outputs = options->max_num_seqs,
+        .scored = DRAFTER_BRIEF,
     };
     if (!options->speculative_model || strcmp(options->speculative_model, "ngram") == 0)
         return 0;

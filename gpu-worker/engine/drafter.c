@@ -1,4 +1,5 @@
 #include "gpu-worker/engine/drafter.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/engine/batch.h"
@@ -117,7 +118,7 @@ static void add_output(struct drafter *drafter, struct draft_order *order, uint3
     struct sample_row row = batch_sample_row(order->seq, batch->n_outputs, drafter->options.n_vocab);
 
     row.position = position;
-    row.want_logprob = false;
+    row.want_logprob = true;
     row.top_logprobs = 0;
     drafter->drawn[batch->n_outputs] = order;
     drafter->samples[batch->n_outputs] = row;
@@ -159,8 +160,7 @@ static void forward(struct drafter *drafter)
         log_fatal("drafter: forward of %u rows: %s", batch->n_rows, err.message);
 }
 
-/* Where the distributions of the sequences' drafts go. */
-static void place_probs(struct drafter *drafter, const struct draft_order *orders, uint32_t n)
+void drafter_begin(struct drafter *drafter, const struct draft_order *orders, uint32_t n)
 {
     float *at = drafter->probs;
 
@@ -170,39 +170,42 @@ static void place_probs(struct drafter *drafter, const struct draft_order *order
     }
 }
 
+/* Ids that the draft model did not score cannot have been drawn. */
 static void keep_probs(struct drafter *drafter, uint32_t made)
 {
-    const float *logits = drafter->probs ? model_logits(drafter->options.model) : NULL;
-    uint32_t n_vocab = model_info(drafter->options.model)->n_vocab;
+    const struct model_info *info = model_info(drafter->options.model);
+    uint32_t scored = drafter->batch.brief ? info->scored : info->n_vocab, n_vocab = drafter->options.n_vocab;
+    const float *logits = drafter->probs && drafter->batch.n_outputs ? model_logits(drafter->options.model) : NULL;
 
     for (uint32_t i = 0; i < drafter->batch.n_outputs && logits; i++) {
         const float *first = drafter->drawn[i]->seq->draft_probs;
-        float *own = drafter->probs + (first - drafter->probs) + (size_t)made * drafter->options.n_vocab;
-        sample_distribution_cpu(logits + (size_t)i * n_vocab, n_vocab, &drafter->samples[i], own);
+        float *own = drafter->probs + (first - drafter->probs) + (size_t)made * n_vocab;
+        for (uint32_t id = scored; id < n_vocab; id++)
+            own[id] = 0;
+        sample_distribution_cpu(logits + (size_t)i * scored, scored, &drafter->samples[i], own);
     }
 }
 
-uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most)
+uint32_t drafter_round(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t made, uint32_t most, bool brief)
 {
     struct model_batch *batch = &drafter->batch;
-    uint32_t made = 0;
 
     most = most > 2 * n ? most : 2 * n; /* all that lack no more than usual get drafts */
     most = most < drafter->options.max_rows ? most : drafter->options.max_rows;
-    place_probs(drafter, orders, n);
-    for (;; made++) {
-        uint32_t room = most;
-        batch->n_rows = batch->n_seqs = batch->n_outputs = 0;
-        for (uint32_t i = 0; i < n; i++)
-            if (made == 0 || made < orders[i].n)
-                add_rows(drafter, &orders[i], made, &room);
-        if (batch->n_rows == 0)
-            return made;
-        forward(drafter);
-        keep_probs(drafter, made);
-        for (uint32_t i = 0; i < batch->n_outputs; i++) {
-            struct sequence *seq = drafter->drawn[i]->seq;
-            seq->ids[seq->n_ids + made] = drafter->results[i].id;
-        }
+    uint32_t room = most;
+    batch->n_rows = batch->n_seqs = batch->n_outputs = 0;
+    batch->brief = brief;
+    for (uint32_t i = 0; i < n; i++)
+        if (made == 0 || made < orders[i].n)
+            add_rows(drafter, &orders[i], made, &room);
+    if (batch->n_rows == 0)
+        return 0;
+    forward(drafter);
+    keep_probs(drafter, made);
+    for (uint32_t i = 0; i < batch->n_outputs; i++) {
+        struct draft_order *order = drafter->drawn[i];
+        order->seq->ids[order->seq->n_ids + made] = drafter->results[i].id;
+        order->sure = exp(drafter->results[i].logprob);
     }
+    return batch->n_rows;
 }

@@ -30,11 +30,12 @@ struct drafter_options {
     uint32_t keep_probs;         /* drafts of one run whose distributions are kept, for acceptance by rejection; 0 = none */
 };
 
-/* Drafts wanted of one sequence, whose table has blocks for them; n becomes what could be had. */
+/* Drafts wanted of one sequence, whose table has blocks for them. */
 struct draft_order {
     struct sequence *seq;
     uint32_t n_computed; /* whose KV the draft model has; moves on */
-    uint32_t n;
+    uint32_t n;          /* how many; becomes 0 where too much KV is missing. The caller may lower it between rounds */
+    double sure;         /* out: what the draft model gave its newest draft, from 0 to 1, at temperature 1 */
 };
 
 /* Whether drafts of one vocabulary are tokens of the other: KVG_INVALID names the first id that differs. Ids behind the target's
@@ -49,6 +50,14 @@ void drafter_close(struct drafter *drafter);
 uint32_t drafter_covered(const struct drafter *drafter, const struct sequence *seq);
 /* Most ids that a sequence may come to with its drafts. */
 uint32_t drafter_longest(const struct drafter *drafter);
-/* Writes drafts behind the sequences' ids, and with keep_probs sets their draft_probs, valid until the next run. A forward takes
- * about `most` rows: a sequence that lacks more KV gets some of it and no drafts. Returns how many forwards ran. */
-uint32_t drafter_run(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t most);
+/* The first ids that brief rounds draft from, in vocabulary order, which for merged pairs of bytes is that of frequency: the
+ * output matrix is a third of the work of a small model. */
+enum { DRAFTER_BRIEF = 32768 };
+
+/* Before the first round of a step: with keep_probs, says where the distributions of each order's n drafts go (draft_probs of
+ * its sequence), valid until the next call. */
+void drafter_begin(struct drafter *drafter, const struct draft_order *orders, uint32_t n);
+/* Round `made`, from 0: one more draft behind the ids of each sequence whose n is above `made`. A forward takes about `most`
+ * rows: a sequence that lacks more KV gets some of it and no drafts. `brief`: from the first DRAFTER_BRIEF ids alone. Returns the
+ * rows that were computed; 0: no order wants more. */
+uint32_t drafter_round(struct drafter *drafter, struct draft_order *orders, uint32_t n, uint32_t made, uint32_t most, bool brief);

@@ -5,7 +5,9 @@
 #include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
 
-enum { BY_MODEL = NGRAM_LEVELS, LEVELS }; /* where a guess comes from: one of the runs of ngram.h, or the model */
+/* Where a draft comes from: one of the runs of ngram.h, or the model; there by how sure the model was of it, too. */
+enum { BY_MODEL = NGRAM_LEVELS, SURE, SURE_LEVELS = 10, LEVELS = SURE + SURE_LEVELS };
+static const double surest[SURE_LEVELS] = {0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 2}; /* upper bounds */
 enum {
     CATCH_UP_ALONE = 256, /* rows of missing KV in one step */
     CATCH_UP_BESIDE = 64, /* the same while other sequences wait for it */
@@ -17,7 +19,10 @@ enum {
     PROBE_FIRST = 16,     /* at first and after a failure, */
     PROBE_LAST = 256,     /* and at most, after many */
     PLAIN_EVERY = 256,    /* steps before one without drafts is measured again */
+    MOST_DRAFTS = 16,     /* of one sequence */
+    RECENT = 64,          /* tokens that tell whether brief drafts will do */
 };
+static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
 static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
 static const double prior_weight = 6, least_gain = 1.02;
@@ -32,10 +37,13 @@ struct speculator {
     uint64_t number; /* of the sequence + 1 */
     uint32_t preemptions;
     uint32_t limit, since_move;
-    double drafted, accepted; /* of the window */
-    uint32_t level;           /* of the match that this step's drafts follow */
+    double drafted, accepted;  /* of the window */
+    uint32_t level;            /* of the match that this step's drafts follow, or BY_MODEL */
+    uint8_t sure[MOST_DRAFTS]; /* by the model: the level of each draft */
     struct rate rates[LEVELS];
     uint32_t n_drafted_kv;     /* ids whose KV the drafter has */
+    uint32_t n_looked;         /* ids that `beyond` knows */
+    double beyond;             /* how many of the last RECENT are not among the first DRAFTER_BRIEF; fades */
     uint32_t idle, probe_wait; /* steps that could have had drafts and did not; how many of them until one is tried */
     struct ngram ngram;
 };
@@ -44,28 +52,36 @@ struct speculator {
 struct candidate {
     struct sequence *seq;
     struct speculator *slot;
-    uint32_t at, most, n; /* what follows ids[at] is the guess; most drafts; drafts chosen */
-    double share, reach;  /* probability of one more draft; of all up to the next one */
-    bool by_model;        /* the drafter makes them */
+    uint32_t at, most, n;      /* what follows ids[at] is the guess; most drafts; drafts chosen */
+    double share;              /* probability of one more draft */
+    double worth[MOST_DRAFTS]; /* probability that this draft and all before it are accepted */
+    bool by_model;             /* the drafter makes them */
+    struct draft_order *order; /* of it; NULL where it is not asked */
+    bool probe;                /* one is made though it does not seem to pay */
 };
 
 struct speculate {
     struct speculate_options options;
     uint32_t least, most;
-    struct speculator *slots;         /* [n_slots] */
-    struct candidate *candidates;     /* [n_slots] */
-    uint32_t *order;                  /* [most_drafts] candidates by the worth of their next draft */
-    struct rate rates[LEVELS];        /* of all sequences */
-    struct draft_order *model_orders; /* [n_slots] */
-    struct step_cost cost;
-    double model_seconds; /* of one draft by the model, for all sequences at once; 0 = not measured yet */
+    struct speculator *slots;          /* [n_slots] */
+    struct candidate *candidates;      /* [n_slots] */
+    uint32_t *order;                   /* [most_drafts] candidates by the worth of their next draft */
+    struct rate rates[LEVELS];         /* of all sequences */
+    struct draft_order *model_orders;  /* [n_slots] */
+    struct step_cost cost, model_cost; /* of steps, and of the drafter's rounds, by rows */
+    uint32_t last_prefill;             /* prompt rows of the last step */
+    uint32_t n_decodes, base;          /* of the step to come: decode rows; all rows without drafts */
+    bool brief;                        /* the drafter's rounds of this step */
 };
 
 int speculate_open(struct speculate **out, const struct speculate_options *options, struct kvg_error *err)
 {
-    struct speculate *spec = calloc(1, sizeof *spec);
+    uint32_t most = options->start > options->fixed ? options->start : options->fixed;
+    struct speculate *spec;
 
-    if (!spec)
+    if (most > MOST_DRAFTS)
+        return kvg_fail(err, KVG_INVALID, "%u drafts of a sequence at once; the most is %d", most, MOST_DRAFTS);
+    if (!(spec = calloc(1, sizeof *spec)))
         return kvg_fail(err, KVG_NOMEM, "no memory for speculation");
     spec->options = *options;
     if (!spec->options.start)
@@ -77,7 +93,7 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
     spec->order = calloc(options->most_drafts, sizeof *spec->order);
     spec->model_orders = calloc(options->n_slots, sizeof *spec->model_orders);
     for (int i = 0; i < LEVELS; i++)
-        spec->rates[i] = (struct rate){4, 2};
+        spec->rates[i] = (struct rate){4, i < SURE ? 2 : 4 * (surest[i - SURE] < 1 ? surest[i - SURE] : 1) - 0.1};
     if (!spec->slots || !spec->candidates || !spec->order || !spec->model_orders) {
         spec->options.drafter = NULL;
         speculate_close(spec);
@@ -115,15 +131,18 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->probe_wait = PROBE_FIRST;
     for (int i = 0; i < LEVELS; i++)
         slot->rates[i] = (struct rate){0};
+    slot->n_looked = seq->n_ids > RECENT ? seq->n_ids - RECENT : 0;
+    slot->beyond = 0;
     slot->n_drafted_kv = spec->options.drafter ? drafter_covered(spec->options.drafter, seq) : 0;
     ngram_reset(&slot->ngram, seq->limit);
     return slot;
 }
 
-/* The chance that a draft is accepted where those before it were: the sequence's own, beginning with what is known of all. */
-static double chance(const struct speculate *spec, const struct speculator *slot)
+/* The chance that a draft of this level is accepted where those before it were: the sequence's own, beginning with what is known
+ * of all. */
+static double chance(const struct speculate *spec, const struct speculator *slot, uint32_t level)
 {
-    const struct rate *own = &slot->rates[slot->level], *all = &spec->rates[slot->level];
+    const struct rate *own = &slot->rates[level], *all = &spec->rates[level];
     return (own->accepted + prior_weight * all->accepted / all->tried) / (own->tried + prior_weight);
 }
 
@@ -155,32 +174,39 @@ static bool find_guess(struct speculate *spec, struct candidate *c)
     bool from_context = guess_from_context(spec, c);
 
     if (from_context)
-        c->share = chance(spec, slot);
+        c->share = chance(spec, slot, slot->level);
     if (!guess_from_model(spec, c))
         return from_context;
-    uint32_t level = slot->level;
-    slot->level = BY_MODEL;
-    double share = chance(spec, slot);
+    double share = chance(spec, slot, BY_MODEL);
     c->by_model = !from_context || share > c->share;
-    if (c->by_model)
+    if (c->by_model) {
         c->share = share;
-    else
-        slot->level = level;
+        slot->level = BY_MODEL;
+    }
     return true;
 }
 
-static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running, uint32_t *n_decodes)
+/* Whether the drafter's short list of ids will do for the sequence: its tokens are on it. */
+static void look_beyond(struct speculator *slot, const struct sequence *seq)
 {
-    uint32_t n = 0;
+    for (; slot->n_looked < seq->n_ids; slot->n_looked++)
+        slot->beyond += (seq->ids[slot->n_looked] >= DRAFTER_BRIEF) - slot->beyond / RECENT;
+}
 
-    *n_decodes = 0;
+static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
+{
+    uint32_t n = 0, pending = 0;
+
+    spec->n_decodes = 0;
     for (uint32_t i = 0; i < n_running; i++) {
         struct sequence *seq = running[i];
         seq->n_drafts = 0;
         seq->draft_probs = NULL;
-        if (sequence_pending(seq) != 1)
+        if (sequence_pending(seq) != 1) {
+            pending += sequence_pending(seq);
             continue;
-        ++*n_decodes;
+        }
+        spec->n_decodes++;
         struct speculator *slot = slot_of(spec, seq);
         uint32_t room = seq->limit - seq->n_ids - 1;
         struct candidate c = {.seq = seq, .slot = slot, .most = slot->limit < room ? slot->limit : room};
@@ -188,11 +214,14 @@ static uint32_t find_candidates(struct speculate *spec, struct sequence *const *
             slot->n_drafted_kv = seq->n_ids - 1; /* drafts behind it were rejected */
         if (c.most == 0 || !find_guess(spec, &c))
             continue;
-        c.reach = c.share;
         spec->candidates[n++] = c;
     }
+    bool as_before = spec->last_prefill && pending > spec->last_prefill;
+    spec->base = spec->n_decodes + (as_before ? spec->last_prefill : pending);
     return n;
 }
+
+/* ---- how many ---- */
 
 static struct candidate *most_promising(struct speculate *spec, uint32_t n)
 {
@@ -200,30 +229,42 @@ static struct candidate *most_promising(struct speculate *spec, uint32_t n)
 
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        if (c->n < c->most && (!best || c->reach > best->reach))
+        if (c->n < c->most && (!best || c->worth[c->n] > best->worth[best->n]))
             best = c;
     }
     return best;
 }
 
-/* The number of drafts with the most expected tokens a second. Within a sequence each further draft is worth less than the one
- * before, so any beginning of the order by worth is a choice that can be made. */
-static void choose_by_goodput(struct speculate *spec, uint32_t n, uint32_t n_decodes)
+/* What a round of the drafter takes; 0 until it was measured. */
+static double round_cost(const struct speculate *spec, uint32_t n)
 {
-    double tokens = n_decodes, plain = tokens / step_cost_of(&spec->cost, n_decodes), best = least_gain * plain;
-    uint32_t n_best = 0, n_order = 0, depth = 0; /* depth: drafts by the model, one after the other */
+    return spec->model_cost.now && n ? step_cost_of(&spec->model_cost, n) : 0;
+}
+
+/* The number of drafts with the most expected tokens a second, of those that have a worth. Within a sequence each further draft
+ * is worth less than the one before, so any beginning of the order by worth is a choice that can be made. `spent`: seconds that
+ * the drafts took already, or negative: those of the model are still to be made, one after the other. */
+static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
+{
+    double tokens = spec->n_decodes, plain = tokens / step_cost_of(&spec->cost, spec->base),
+           best = spent < 0 ? least_gain * plain : 0;
+    uint32_t n_best = 0, n_order = 0, depth = 0, drafting = 0;
     struct candidate *next;
 
+    for (uint32_t i = 0; i < n; i++)
+        spec->candidates[i].n = 0;
+    if (spent >= 0)
+        best = tokens / (step_cost_of(&spec->cost, spec->base) + spent);
     while (n_order < spec->options.most_drafts && (next = most_promising(spec, n))) {
-        tokens += next->reach;
-        next->reach *= next->share;
-        next->n++;
+        tokens += next->worth[next->n++];
         spec->order[n_order++] = (uint32_t)(next - spec->candidates);
-        if (next->by_model && next->n > depth)
-            depth = next->n;
-        double cost = step_cost_of(&spec->cost, n_decodes + n_order) + depth * spec->model_seconds, goodput = tokens / cost;
-        if (goodput > best) {
-            best = goodput;
+        if (next->by_model) {
+            drafting += next->n == 1;
+            depth = next->n > depth ? next->n : depth;
+        }
+        double cost = step_cost_of(&spec->cost, spec->base + n_order) + (spent < 0 ? depth * round_cost(spec, drafting) : spent);
+        if (tokens / cost > best) {
+            best = tokens / cost;
             n_best = n_order;
         }
     }
@@ -232,17 +273,32 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, uint32_t n_dec
     spec->options.metrics->spec_goodput_gain = n_best ? best / plain : 1;
 }
 
+static void plan_by_goodput(struct speculate *spec, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        double reach = 1;
+        for (uint32_t k = 0; k < c->most; k++)
+            c->worth[k] = reach *= c->share;
+    }
+    choose_by_goodput(spec, n, -1);
+}
+
 /* Those that have had none for a while try one. */
 static void add_probes(struct speculate *spec, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait)
+        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait) {
             c->n = 1;
+            c->probe = true;
+        }
         if (c->n)
             c->slot->idle = 0;
     }
 }
+
+/* ---- making them ---- */
 
 /* What followed the match, and, where that runs into the drafts, the drafts themselves: a period goes on. */
 static void copy_drafts(struct candidate *c)
@@ -260,35 +316,141 @@ static bool has_blocks(struct speculate *spec, struct candidate *c, uint32_t n_r
     return cache_available(cache) > n_running + 1 && cache_grow(cache, &c->seq->held, c->seq->n_ids + c->n) == 0;
 }
 
-static void ask_model(struct speculate *spec, uint32_t n, uint32_t n_running)
+/* What the model is asked for: as many drafts as may turn out to pay, within what a step may have. */
+static uint32_t place_orders(struct speculate *spec, uint32_t n, uint32_t n_running)
 {
-    uint32_t n_orders = 0, at = 0;
-    bool near = true; /* no more than a token or two of KV are missing: what it takes can be told of others */
+    uint32_t n_orders = 0, left = spec->options.most_drafts;
+
+    spec->brief = true;
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (!c->by_model || c->n == 0)
+            continue;
+        if (!c->probe)
+            c->n = c->most;
+        c->n = c->n < left ? c->n : left;
+        if (c->n == 0 || !has_blocks(spec, c, n_running)) {
+            c->n = 0;
+            continue;
+        }
+        left -= c->n;
+        look_beyond(c->slot, c->seq);
+        spec->brief &= c->slot->beyond < most_beyond * RECENT;
+        c->order = &spec->model_orders[n_orders++];
+        *c->order = (struct draft_order){.seq = c->seq, .n_computed = c->slot->n_drafted_kv, .n = c->n};
+    }
+    return n_orders;
+}
+
+static uint32_t level_of(double sure)
+{
+    uint32_t i = 0;
+    while (sure >= surest[i])
+        i++;
+    return SURE + i;
+}
+
+/* What the step comes to with the drafts made so far. */
+struct outlook {
+    double tokens, spent; /* expected; seconds that the drafts took */
+    uint32_t rows, drafting;
+};
+
+static struct outlook look_out(const struct speculate *spec, uint32_t n, uint32_t made, double spent)
+{
+    struct outlook out = {.tokens = spec->n_decodes, .spent = spent, .rows = spec->base};
 
     for (uint32_t i = 0; i < n; i++) {
-        struct candidate *c = &spec->candidates[i];
-        if (!c->by_model || c->n == 0)
-            continue;
-        if (!has_blocks(spec, c, n_running))
-            c->n = 0;
-        else
-            spec->model_orders[n_orders++] = (struct draft_order){.seq = c->seq, .n_computed = c->slot->n_drafted_kv, .n = c->n};
-        near &= c->seq->n_ids - c->slot->n_drafted_kv <= 2;
+        const struct candidate *c = &spec->candidates[i];
+        uint32_t count = c->order && c->order->n > made ? made : c->order ? c->order->n : c->n;
+        for (uint32_t k = 0; k < count; k++)
+            out.tokens += c->worth[k];
+        out.rows += count;
+        out.drafting += c->order && c->order->n >= made;
     }
-    if (n_orders == 0)
-        return;
-    double start = clock_now();
-    uint32_t made =
-        drafter_run(spec->options.drafter, spec->model_orders, n_orders, n_running > 1 ? CATCH_UP_BESIDE : CATCH_UP_ALONE);
-    double seconds = (clock_now() - start) / made;
-    if (near)
-        spec->model_seconds += spec->model_seconds > 0 ? 0.2 * (seconds - spec->model_seconds) : seconds;
+    return out;
+}
+
+/* Whether some number of further drafts of the sequence would raise the tokens a second. */
+static bool more_pays(const struct speculate *spec, const struct candidate *c, uint32_t made, const struct outlook *now)
+{
+    double goodput = now->tokens / (step_cost_of(&spec->cost, now->rows) + now->spent), tokens = now->tokens;
+    double reach = c->worth[made - 1], round = round_cost(spec, now->drafting) / now->drafting;
+
+    for (uint32_t more = 1; made + more <= c->order->n; more++) {
+        reach *= c->share;
+        tokens += reach;
+        if (tokens / (step_cost_of(&spec->cost, now->rows + more) + now->spent + more * round) > goodput)
+            return true;
+    }
+    return false;
+}
+
+/* After a round: what its drafts are worth, by how sure the model was of each, and which sequences go on. */
+static void weigh_round(struct speculate *spec, uint32_t n, uint32_t made, double spent)
+{
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        if (!c->by_model || c->n == 0)
+        if (!c->order || c->order->n < made)
             continue;
-        c->n = spec->model_orders[at].n;
-        c->slot->n_drafted_kv = spec->model_orders[at++].n_computed;
+        uint32_t level = level_of(c->order->sure);
+        c->slot->sure[made - 1] = (uint8_t)level;
+        c->worth[made - 1] = (made > 1 ? c->worth[made - 2] : 1) * chance(spec, c->slot, level);
+    }
+    if (spec->options.fixed)
+        return;
+    struct outlook out = look_out(spec, n, made, spent);
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (c->order && c->order->n > made && !more_pays(spec, c, made, &out))
+            c->order->n = made;
+    }
+}
+
+/* Returns the seconds it took; 0: nobody asked. */
+static double ask_model(struct speculate *spec, uint32_t n, uint32_t n_running)
+{
+    uint32_t n_orders = place_orders(spec, n, n_running), most = n_running > 1 ? CATCH_UP_BESIDE : CATCH_UP_ALONE, rows;
+    double spent = 0;
+
+    if (n_orders == 0)
+        return 0;
+    drafter_begin(spec->options.drafter, spec->model_orders, n_orders);
+    for (uint32_t made = 0;; made++) {
+        double start = clock_now();
+        rows = drafter_round(spec->options.drafter, spec->model_orders, n_orders, made, most, spec->brief);
+        if (rows == 0)
+            break;
+        double seconds = clock_now() - start;
+        step_cost_add(&spec->model_cost, rows, seconds);
+        weigh_round(spec, n, made + 1, spent += seconds);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (!c->order)
+            continue;
+        c->n = c->order->n;
+        c->slot->n_drafted_kv = c->order->n_computed;
+    }
+    return spent;
+}
+
+/* Now that the model's drafts are known, only those that are worth their row are verified. By rejection they all are: a draft
+ * that is thrown away for what it is would change the distribution. */
+static void drop_poor_drafts(struct speculate *spec, uint32_t n, double spent)
+{
+    if (spec->options.keep_all || spec->options.fixed)
+        return;
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (c->by_model)
+            c->most = c->order ? c->n : 0;
+    }
+    choose_by_goodput(spec, n, spent);
+    for (uint32_t i = 0; i < n; i++) {
+        struct candidate *c = &spec->candidates[i];
+        if (c->probe && c->n == 0 && c->most)
+            c->n = 1;
     }
 }
 
@@ -297,17 +459,16 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
 {
     struct engine_metrics *m = spec->options.metrics;
     uint32_t left = spec->options.most_drafts, n_drafting = 0;
+    double spent = ask_model(spec, n, n_running);
 
+    if (spent > 0)
+        drop_poor_drafts(spec, n, spent);
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
         c->n = c->n < left ? c->n : left;
         left -= c->n;
         if (!c->by_model)
             copy_drafts(c);
-    }
-    ask_model(spec, n, n_running);
-    for (uint32_t i = 0; i < n; i++) {
-        struct candidate *c = &spec->candidates[i];
         c->seq->n_drafts = c->n;
         if (c->n) {
             n_drafting++;
@@ -319,15 +480,15 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
 
 void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
 {
-    uint32_t n_decodes, n = find_candidates(spec, running, n_running, &n_decodes);
+    uint32_t n = find_candidates(spec, running, n_running);
 
     if (spec->options.fixed) {
         for (uint32_t i = 0; i < n; i++)
             spec->candidates[i].n = spec->candidates[i].most;
-    } else if (n && step_cost_fresh(&spec->cost, n_decodes, PLAIN_EVERY)) {
-        choose_by_goodput(spec, n, n_decodes);
+    } else if (n && step_cost_fresh(&spec->cost, spec->base, PLAIN_EVERY)) {
+        plan_by_goodput(spec, n);
         add_probes(spec, n);
-    } /* else the cost of a plain step is to be measured, or the batch is so large that none is */
+    } /* else the cost of a plain step is to be measured */
     write_drafts(spec, n, n_running);
 }
 
@@ -363,6 +524,10 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
 
     learn(&slot->rates[slot->level], window, tried, n_accepted);
     learn(&spec->rates[slot->level], window_all, tried, n_accepted);
+    for (uint32_t i = 0; i < tried && slot->level == BY_MODEL; i++) {
+        learn(&slot->rates[slot->sure[i]], window, 1, i < n_accepted);
+        learn(&spec->rates[slot->sure[i]], window_all, 1, i < n_accepted);
+    }
     move_limit(spec, slot, n_proposed, n_accepted);
     if (n_accepted == n_proposed)
         slot->probe_wait = PROBE_SOON;
@@ -379,6 +544,6 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
 
 void speculate_timed(struct speculate *spec, const struct step_plan *plan, double seconds)
 {
-    if (plan->n_rows == plan->n_decodes + plan->n_drafts)
-        step_cost_add(&spec->cost, plan->n_rows, seconds);
+    spec->last_prefill = plan->n_rows - plan->n_decodes - plan->n_drafts;
+    step_cost_add(&spec->cost, plan->n_rows, seconds);
 }

@@ -34,6 +34,7 @@ struct speculate_options {
     uint32_t start;          /* a sequence's first limit of drafts; beyond 2 to 10 it widens that range. 0 = 5 */
     uint32_t fixed;          /* tests: always this many, whatever it costs; 0 = as described */
     bool ngram;              /* guesses from the context */
+    bool keep_all;           /* drafts by the model are verified whatever it thinks of them: for acceptance by rejection */
     struct drafter *drafter; /* guesses from a model; may be NULL. Then closed by speculate_close */
     struct kv_cache *cache;  /* only with a drafter: it needs blocks for drafts before the step is planned */
     struct engine_metrics *metrics;

@@ -1,25 +1,58 @@
 #include "gpu-worker/engine/step_cost.h"
 
-enum { STALE = 1024 };
+enum { STALE = 1024, ABOUT = 4 }; /* bins to either side that are about as many: a quarter */
 static const double newest_share = 0.2, most_jump = 2, price_of_row = 0.1;
+
+static uint32_t bin_of(uint32_t rows)
+{
+    uint32_t doublings = 0;
+
+    if (rows < STEP_COST_EXACT)
+        return rows;
+    while (rows >> doublings >= 2 * STEP_COST_EXACT)
+        doublings++;
+    uint32_t bin = STEP_COST_EXACT + 16 * doublings + ((rows >> doublings) - STEP_COST_EXACT) / (STEP_COST_EXACT / 16);
+    return bin < STEP_COST_BINS ? bin : STEP_COST_BINS - 1;
+}
+
+/* Of the rows in a bin, the middle. */
+static double rows_of(uint32_t bin)
+{
+    if (bin < STEP_COST_EXACT)
+        return bin;
+    uint32_t doublings = (bin - STEP_COST_EXACT) / 16, part = (bin - STEP_COST_EXACT) % 16, width = STEP_COST_EXACT / 16;
+    return (double)(1u << doublings) * (STEP_COST_EXACT + part * width + (width - 1) / 2.0);
+}
+
+static bool fresh(const struct step_cost *cost, uint32_t bin, uint64_t age)
+{
+    return cost->seen[bin] && cost->now - cost->seen[bin] <= age;
+}
 
 void step_cost_add(struct step_cost *cost, uint32_t rows, double seconds)
 {
-    if (rows == 0 || rows > STEP_COST_ROWS || !(seconds > 0))
+    uint32_t bin = bin_of(rows);
+
+    if (rows == 0 || !(seconds > 0))
         return;
     cost->now++;
-    double *mean = &cost->mean[rows];
-    if (!step_cost_fresh(cost, rows, STALE))
+    double *mean = &cost->mean[bin];
+    if (!fresh(cost, bin, STALE))
         *mean = seconds;
     else if (seconds > most_jump * *mean) /* an interruption */
         seconds = most_jump * *mean;
     *mean += newest_share * (seconds - *mean);
-    cost->seen[rows] = cost->now;
+    cost->seen[bin] = cost->now;
 }
 
 bool step_cost_fresh(const struct step_cost *cost, uint32_t rows, uint64_t age)
 {
-    return rows <= STEP_COST_ROWS && cost->seen[rows] && cost->now - cost->seen[rows] <= age;
+    uint32_t bin = bin_of(rows), about = bin < STEP_COST_EXACT ? 0 : ABOUT;
+
+    for (uint32_t i = bin - about; i <= bin + about && i < STEP_COST_BINS; i++)
+        if (fresh(cost, i, age))
+            return true;
+    return false;
 }
 
 static double guess(double rows)
@@ -29,21 +62,21 @@ static double guess(double rows)
 
 double step_cost_of(const struct step_cost *cost, uint32_t rows)
 {
-    uint32_t below = rows < STEP_COST_ROWS ? rows : STEP_COST_ROWS, above = rows;
+    uint32_t bin = bin_of(rows), below = bin, above = bin;
 
-    while (below && !step_cost_fresh(cost, below, STALE))
+    while (below && !fresh(cost, below, STALE))
         below--;
-    while (above <= STEP_COST_ROWS && !step_cost_fresh(cost, above, STALE))
+    while (above < STEP_COST_BINS && !fresh(cost, above, STALE))
         above++;
-    bool ceiling = above <= STEP_COST_ROWS;
+    bool ceiling = above < STEP_COST_BINS;
     if (!below && !ceiling)
         return guess(rows);
-    if (below == rows)
-        return cost->mean[rows];
-    if (!ceiling)
-        return cost->mean[below] * guess(rows) / guess(below);
+    if (below == bin && bin < STEP_COST_EXACT)
+        return cost->mean[bin];
+    if (!ceiling || below == above)
+        return cost->mean[below] * guess(rows) / guess(rows_of(below));
     if (!below)
-        return cost->mean[above] * guess(rows) / guess(above);
-    double share = (double)(rows - below) / (above - below);
+        return cost->mean[above] * guess(rows) / guess(rows_of(above));
+    double share = (rows - rows_of(below)) / (rows_of(above) - rows_of(below));
     return cost->mean[below] + share * (cost->mean[above] - cost->mean[below]);
 }

@@ -9,7 +9,11 @@ struct family_model {
     struct shape shape;
     uint32_t n_vocab;
     struct tensor *logits; /* [max_outputs, n_vocab], written by forward */
-    void *state;           /* the family's own, freed by its free */
+    /* Where scored > 0, forward may be told to score the first ids alone: `brief`. It writes brief_logits instead. */
+    uint32_t scored;
+    struct tensor *brief_logits; /* [max_outputs, scored] */
+    bool brief;
+    void *state; /* the family's own, freed by its free */
 };
 
 struct family {

@@ -21,6 +21,7 @@ struct llama_layer {
 struct llama {
     enum rope_style style;
     struct tensor *embedding, *frequencies, *output_norm, *output;
+    struct tensor *brief_output; /* the first rows of output; NULL where all are always scored */
     struct llama_layer *layers;
     /* activations of all rows */
     struct tensor *x, *normed, *query, *key, *value, *attended, *angles;
@@ -101,6 +102,8 @@ static int allocate(struct family_model *model, struct loader *loader, uint32_t 
         if (failed)
             return failed;
     }
+    if (model->scored)
+        return loader->backend->ops->activation(loader->backend, &model->brief_logits, max_outputs, model->scored, err);
     return 0;
 }
 
@@ -129,7 +132,11 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
              loader_tensor(loader, &llama->output_norm, "output_norm.weight", 1, hidden, WEIGHT_VECTOR, LOADER_REQUIRED, err)) ||
         (failed = loader_frequencies(loader, &model->shape, &llama->frequencies, err)))
         return failed;
-    return loader_tensor(loader, &llama->output, output, rows, hidden, WEIGHT_MATMUL, LOADER_REQUIRED, err);
+    model->scored = model->scored < rows ? model->scored : 0;
+    if ((failed = loader_tensor(loader, &llama->output, output, rows, hidden, WEIGHT_MATMUL, LOADER_REQUIRED, err)) ||
+        model->scored == 0)
+        return failed;
+    return loader_first_rows(loader, &llama->brief_output, output, model->scored, hidden, err);
 }
 
 static int load(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs, enum rope_style style,
@@ -233,7 +240,10 @@ static void forward(const struct family_model *model, struct backend *backend, u
             llama->x_out, true);
     ffn_half(model, backend, n_outputs, last, llama->x_out, llama->normed_out);
     backend->ops->rmsnorm(backend, n_outputs, llama->x_out, llama->output_norm, model->shape.eps, llama->normed_out);
-    product(backend, n_outputs, llama->normed_out, llama->output, NULL, model->logits, false);
+    if (model->brief)
+        product(backend, n_outputs, llama->normed_out, llama->brief_output, NULL, model->brief_logits, false);
+    else
+        product(backend, n_outputs, llama->normed_out, llama->output, NULL, model->logits, false);
 }
 
 const struct family llama_family = {"llama", load_llama, forward, free_llama};

@@ -197,6 +197,15 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
     return 0;
 }
 
+int loader_first_rows(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                      struct kvg_error *err)
+{
+    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, name);
+    struct backend_weight weight = {quant_find(tensor->ggml_type), loader->gguf->map + tensor->offset, rows, cols};
+
+    return loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err);
+}
+
 int loader_frequencies(struct loader *loader, const struct shape *shape, struct tensor **out, struct kvg_error *err)
 {
     float frequencies[FREQUENCIES_MAX], factors[FREQUENCIES_MAX];

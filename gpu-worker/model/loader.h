@@ -38,6 +38,9 @@ enum loader_need { LOADER_OPTIONAL, LOADER_REQUIRED };
 /* The tensor `name` with exactly [rows, cols] (rows = 1: a vector). An absent optional tensor gives *out = NULL. */
 int loader_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                   enum backend_weight_use use, enum loader_need need, struct kvg_error *err);
+/* The first rows of a matrix that was loaded already, as a matrix of its own. */
+int loader_first_rows(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                      struct kvg_error *err);
 /* Rows of a matrix by name, 0 if absent. */
 uint32_t loader_rows(const struct loader *loader, const char *name);
 /* Rotary frequencies base^(-2i / rotated), divided by the linear factor and, where the file has rope_freqs.weight (Llama 3's

@@ -69,6 +69,7 @@ static void fill_info(struct model *model)
     info->hidden = s->hidden;
     info->n_vocab = model->parts.n_vocab;
     info->max_position = s->max_position;
+    info->scored = model->parts.brief_logits ? model->parts.scored : info->n_vocab;
     model->backend->ops->describe(model->backend, info->backend, sizeof info->backend);
     model->kv =
         (struct backend_kv){.n_layers = s->n_layers, .n_heads = s->n_heads, .n_kv_heads = s->n_kv_heads, .head_dim = s->head_dim};
@@ -87,6 +88,7 @@ int model_open(struct model **out, const struct model_options *options, struct k
         model->options.max_seqs = DEFAULT_SEQS;
     if (!model->options.max_outputs)
         model->options.max_outputs = model->options.max_seqs;
+    model->parts.scored = model->options.scored;
     model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
     if (!model->seqs)
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
@@ -183,17 +185,24 @@ int model_forward(struct model *model, const struct model_batch *batch, struct k
                                 .seqs = model->seqs};
     if ((failed = backend->ops->begin_step(backend, &step, err)))
         return failed;
+    model->parts.brief = batch->brief && model->parts.brief_logits;
     model->family->forward(&model->parts, backend, batch->n_rows, batch->n_outputs);
     return backend->ops->end_step(backend, err);
 }
 
+/* Of the last forward. */
+static struct tensor *last_logits(const struct model *model)
+{
+    return model->parts.brief ? model->parts.brief_logits : model->parts.logits;
+}
+
 const float *model_logits(struct model *model)
 {
-    return model->backend->ops->host(model->backend, model->parts.logits);
+    return model->backend->ops->host(model->backend, last_logits(model));
 }
 
 int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results,
                  struct kvg_error *err)
 {
-    return model->backend->ops->sample(model->backend, model->parts.logits, rows, n, results, err);
+    return model->backend->ops->sample(model->backend, last_logits(model), rows, n, results, err);
 }

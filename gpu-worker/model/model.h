@@ -29,6 +29,7 @@ struct model_options {
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */
     uint32_t max_outputs;                          /* most output rows in one batch */
+    uint32_t scored;                               /* ids that a brief batch scores; 0 = there are no brief ones */
     void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
     void *context;
 };
@@ -37,6 +38,7 @@ struct model_info {
     const char *family;                                                /* "llama", "qwen2" */
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, hidden, n_vocab; /* n_vocab: rows of the output matrix */
     uint32_t max_position;                                             /* the file's context length */
+    uint32_t scored;                                                   /* by a brief batch; n_vocab where that saves nothing */
     uint64_t weight_bytes;
     char backend[64]; /* "cpu amx, 2 threads" */
 };
@@ -63,11 +65,13 @@ struct model_batch {
     const struct model_seq *seqs;
     uint32_t n_outputs;
     const uint32_t *outputs; /* [n_outputs] rows, ascending */
+    bool brief;              /* only the first model_info.scored ids are scored and can be drawn */
 };
 
 /* Computes KV for every row and logits for the output rows. 0, or -1 with err: the device failed, the process should exit. */
 int model_forward(struct model *model, const struct model_batch *batch, struct kvg_error *err);
-/* Logits of the last forward in host memory, [n_outputs, n_vocab] f32, valid until the next forward. */
+/* Logits of the last forward in host memory, [n_outputs, n_vocab] f32 (of a brief one, [n_outputs, scored]), valid until the next
+ * forward. */
 const float *model_logits(struct model *model);
 /* Samples from the logits of the last forward: one result for each of n rows (see backend/sampling.h). */
 int model_sample(struct model *model, const struct sample_row *rows, uint32_t n, struct sample_result *results,

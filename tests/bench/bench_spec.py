@@ -140,7 +140,7 @@ def measure(pair, row, first, pool):
     for number in range(first, first + PAIRS):
         asked = [all_prompts[(number * batch + i) % len(all_prompts)] for i in range(batch)]
         for server in pair:
-            run(server, asked, pool, 1)  # prompts are cached from here on
+            run(server, asked, pool, 24)  # prompts are cached from here on, for the draft model, too
         texts = {}
         for server in pair if number % 2 == 0 else pair[::-1]:
             speed, texts[server] = run(server, asked, pool)

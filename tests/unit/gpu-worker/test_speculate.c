@@ -132,6 +132,31 @@ static void a_large_batch_drafts_less(void **state)
     speculate_close(spec);
 }
 
+/* Every step has prompt rows beside the decode row: its cost is learnt from such steps, and drafts pay there, too. */
+static void prompt_rows_in_every_step_keep_no_drafts_away(void **state)
+{
+    static uint32_t prompt[LONGEST];
+    struct sequence other = {.request = &request, .number = 99, .slot = 9, .ids = prompt, .n_ids = 8000, .limit = LONGEST};
+
+    open_world(1, (struct speculate_options){0});
+    running[1] = &other;
+    n_drafts = 0;
+    for (uint32_t i = 0; i < 200; i++) {
+        speculate_propose(spec, running, 2);
+        struct step_plan plan = {.n_decodes = 1, .n_drafts = seqs[0].n_drafts, .n_rows = 33 + seqs[0].n_drafts};
+        if (seqs[0].n_drafts)
+            speculate_verified(spec, &seqs[0], seqs[0].n_drafts, seqs[0].n_drafts, false);
+        seqs[0].n_ids += seqs[0].n_drafts + 1;
+        seqs[0].n_computed = seqs[0].n_ids - 1;
+        other.n_computed += 32;
+        n_drafts += seqs[0].n_drafts;
+        speculate_timed(spec, &plan, 1 + 0.01 * plan.n_rows);
+    }
+    assert_true(n_drafts > 200 * 5);
+    running[1] = &seqs[1];
+    speculate_close(spec);
+}
+
 static void never_behind_the_limit_of_the_answer(void **state)
 {
     open_world(1, (struct speculate_options){.fixed = 8});
@@ -182,6 +207,7 @@ int main(void)
         cmocka_unit_test(a_start_beyond_the_range_widens_it),
         cmocka_unit_test(drafts_that_do_not_pay_are_rare),
         cmocka_unit_test(a_large_batch_drafts_less),
+        cmocka_unit_test(prompt_rows_in_every_step_keep_no_drafts_away),
         cmocka_unit_test(never_behind_the_limit_of_the_answer),
         cmocka_unit_test(a_slot_forgets_its_last_sequence),
         cmocka_unit_test(costs_between_measured_ones_are_interpolated),
