@@ -8,8 +8,8 @@ pair something else; its ratio is of tokens a second. Printed: the geometric mea
 accepted, drafts a verification and K. Both must give the same texts. Beside them, where LLAMA_SERVER names a llama-server, its
 own speculative mode against its own plain decoding at batch 1. Aims: edit alone >= 3, humaneval alone >= 1.3, no interval below 0.98.
 
-Variables: ROWS (humaneval:1 edit:4 ...; all), PAIRS (9), TOKENS (96), THREADS (2), MODEL, DRAFT, LLAMA_SERVER, APPEND (1: a further
-piece of the run that build/bench-spec.json holds; intervals are of all pairs), PEER (1: only the peer's rows).
+Variables: ROWS (humaneval:1 edit:4 ...; all), PAIRS (9), TOKENS (96), THREADS (2), MODEL, DRAFT, LLAMA_SERVER, PEER (1: only the peer's
+rows); for a run in pieces: SECONDS (after which no pair begins), APPEND (1: go on where build/bench-spec.json ends).
 """
 import concurrent.futures
 import json
@@ -34,6 +34,7 @@ PAIRS = int(os.environ.get("PAIRS", "9"))
 TOKENS = int(os.environ.get("TOKENS", "96"))
 THREADS = int(os.environ.get("THREADS", "2"))
 LLAMA_SERVER = os.environ.get("LLAMA_SERVER")
+END = time.monotonic() + float(os.environ.get("SECONDS", "1e9"))
 RESULTS = os.path.join(ROOT, "build", "bench-spec.json")
 T95 = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09}
 LIMITS = {"edit:1": 3.0, "humaneval:1": 1.3}
@@ -130,27 +131,26 @@ def counts(server):
     return {name: server.metric(f"kvgate_spec_decode_{metric}") for name, metric in NAMES.items()}
 
 
-def measure(pair, row, first, pool):
-    """PAIRS alternations; what is asked begins at prompt number `first`."""
+def measure(pair, row, first, pool, keep):
+    """Up to PAIRS alternations; what is asked begins at prompt number `first`. keep(samples) is called after each pair."""
     workload, batch = row.split(":")
     batch = int(batch)
     all_prompts = prompts(workload)
-    speeds, peer = {pair[0]: [], pair[1]: []}, not isinstance(pair[0], Worker)
-    before, differ = counts(pair[1]), 0
-    for number in range(first, first + PAIRS):
+    peer = not isinstance(pair[0], Worker)
+    for number in range(first, PAIRS):
+        if time.monotonic() > END:
+            return
         asked = [all_prompts[(number * batch + i) % len(all_prompts)] for i in range(batch)]
         for server in pair:
             run(server, asked, pool, 24)  # prompts are cached from here on, for the draft model, too
-        texts = {}
+        before, speeds, texts = counts(pair[1]), {}, {}
         for server in pair if number % 2 == 0 else pair[::-1]:
-            speed, texts[server] = run(server, asked, pool)
-            speeds[server].append(speed)
-        differ += texts[pair[0]] != texts[pair[1]]
-    if differ and not peer:
-        sys.exit(f"bench-spec: {row}: the answers of {differ} pairs differ")
-    after = counts(pair[1])
-    return {"plain": speeds[pair[0]], "drafts": speeds[pair[1]], **{name: after[name] - before[name] for name in NAMES},
-            "k": 0 if peer else pair[1].metric("kvgate_spec_decode_draft_limit"), "differ": differ}
+            speeds[server], texts[server] = run(server, asked, pool)
+        if texts[pair[0]] != texts[pair[1]] and not peer:
+            sys.exit(f"bench-spec: {row}: the answers of pair {number} differ")
+        after = counts(pair[1])
+        keep({"plain": [speeds[pair[0]]], "drafts": [speeds[pair[1]]], **{name: after[name] - before[name] for name in NAMES},
+              "k": 0 if peer else pair[1].metric("kvgate_spec_decode_draft_limit")})
 
 
 def interval(ratios):
@@ -179,14 +179,19 @@ def show(r):
           f"   {r['drafts_a_run']:.1f} drafts a run, K {r['k']:.0f}" + (f"   aim {r['limit']}" if r["limit"] else "") + f"   {r['runs']} pairs", flush=True)
 
 
-def add_piece(results, name, samples, limit):
+def add_pair(results, name, samples, limit):
     old = results.get(name, {}).get("samples")
     if old:
         samples = {k: v if k == "k" else old[k] + v for k, v in samples.items()}
     results[name] = finish(name, samples, limit)
-    show(results[name])
     with open(RESULTS, "w", encoding="utf-8") as f:
         json.dump(list(results.values()), f, indent=1)
+
+
+def compare(results, pair, row, name, limit, pool):
+    measure(pair, row, results.get(name, {}).get("runs", 0), pool, lambda samples: add_pair(results, name, samples, limit))
+    if name in results:
+        show(results[name])
 
 
 def main():
@@ -199,18 +204,19 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for draft in dict.fromkeys(draft_of(row.split(":")[0]) for row in rows):
             mine = [row for row in rows if draft_of(row.split(":")[0]) == draft]
+            if all(results.get(row, {}).get("runs", 0) >= PAIRS for row in mine) and not os.environ.get("PEER"):
+                continue
             if not os.environ.get("PEER"):
                 pair = our_pair(draft)
                 with pair[0], pair[1]:
                     for row in mine:
-                        add_piece(results, row, measure(pair, row, results.get(row, {}).get("runs", 0), pool), LIMITS.get(row, 0.98))
+                        compare(results, pair, row, row, LIMITS.get(row, 0.98), pool)
             alone = [row for row in mine if row.endswith(":1") and LLAMA_SERVER]
             if alone:
                 pair = LlamaServer(), LlamaServer(draft)
                 with pair[0], pair[1]:
                     for row in alone:
-                        name = f"{row} llama.cpp"
-                        add_piece(results, name, measure(pair, row, results.get(name, {}).get("runs", 0), pool), None)
+                        compare(results, pair, row, f"{row} llama.cpp", None, pool)
 
 
 if __name__ == "__main__":
