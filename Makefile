@@ -120,6 +120,61 @@ $(FUZZ_BIN): $(B)/%: $(B)/%.o $(B)/libserver.a $(B)/libprompt.a
 	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
 fuzzers: $(FUZZ_BIN)
 
+# ---- CUDA -------------------------------------------------------------------------------------------------------------
+# Kernels are compiled twice: by nvcc for a GPU, and by g++ -DCUSIM for the emulator of tests/cusim, in four flavours:
+#   plain   optimized          check   every access of device code checked (-fsanitize=thread, the emulator's own callbacks)
+#   asan    ASan and UBSan     cov     line coverage
+# Headers and nvcc are those of CUDA_HOME, or of NVIDIA's packages on PyPI where no CUDA is installed.
+CUDA_HOME ?= $(if $(wildcard /usr/local/cuda/include/cuda_runtime.h),/usr/local/cuda,build/cuda)
+CUDA_PIP  := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
+             nvidia-cuda-cccl==13.0.85 nvidia-cublas==13.1.0.3 nvidia-nccl-cu13==2.28.9
+$(CUDA_HOME)/include/cuda_runtime.h: | $(if $(NO_INSTALL),,build/.venv)
+	@tests/tools/install_cuda.sh $(VENV) $(CUDA_HOME) $(CUDA_PIP)
+
+CUDA_CU  := $(wildcard gpu-worker/backend/cuda/*.cu)
+CUDA_C   := $(wildcard gpu-worker/backend/cuda/*.c)
+SIM_SRC  := $(wildcard tests/cusim/*.cpp)
+SIM_TEST := $(wildcard tests/cusim/test_*.cu)
+OPS_TEST := $(wildcard tests/cusim/backend/test_*.c)
+
+SIM_FLAGS  := -g -fPIC -fno-optimize-sibling-calls -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unknown-pragmas -I. -I$(B)/gen -isystem $(CUDA_HOME)/include \
+              -DCUSIM -DKVGATE_VERSION='"$(VERSION)"' -MMD -MP
+SIM_plain  := -O2
+SIM_check  := -O1 -DCUSIM_CHECK
+SIM_asan   := -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SIM_cov    := -O1
+KERNELS_check := -fsanitize=thread
+KERNELS_cov   := --coverage
+LINK_asan  := -fsanitize=address,undefined
+LINK_cov   := --coverage
+
+# $(1): the flavour; its objects lie in $(B)/cusim/FLAVOUR.
+define sim_rules
+$(B)/cusim/$(1)/%.o: %.cpp | $(CUDA_HOME)/include/cuda_runtime.h
+	@mkdir -p $$(@D)
+	$$(call say,SIM)
+	$$(Q)g++ -std=gnu++20 $$(SIM_FLAGS) $$(SIM_$(1)) -c $$< -o $$@
+$(B)/cusim/$(1)/%.o: %.cu | $(CUDA_HOME)/include/cuda_runtime.h
+	@mkdir -p $$(@D)
+	$$(call say,SIM)
+	$$(Q)g++ -std=gnu++20 $$(SIM_FLAGS) $$(SIM_$(1)) $$(KERNELS_$(1)) -x c++ -c $$< -o $$@
+$(B)/cusim/$(1)/%.o: %.c | $(CUDA_HOME)/include/cuda_runtime.h
+	@mkdir -p $$(@D)
+	$$(call say,SIM)
+	$$(Q)$$(CC) -std=gnu11 $$(SIM_FLAGS) $$(SIM_$(1)) -c $$< -o $$@
+$(B)/cusim/$(1)/libcusim.a: $(patsubst %.cpp,$(B)/cusim/$(1)/%.o,$(SIM_SRC))
+$(B)/cusim/$(1)/libcuda_backend.a: $(patsubst %.cu,$(B)/cusim/$(1)/%.o,$(CUDA_CU)) $(patsubst %.c,$(B)/cusim/$(1)/%.o,$(CUDA_C))
+$(SIM_TEST:%.cu=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcusim.a
+	$$(call say,LD)
+	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka -ldl
+$(OPS_TEST:%.c=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1)/libcusim.a $(LIBS)
+	$$(call say,LD)
+	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka $(LDLIBS)
+cusim-$(1): $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%)
+endef
+SIM_FLAVOURS := plain check asan cov
+$(foreach flavour,$(SIM_FLAVOURS),$(eval $(call sim_rules,$(flavour))))
+
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so
 $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html nginx-module/config nginx-module/build.sh nginx-module/exports.map) $(B)/libprompt.a $(B)/libschemas.a
