@@ -457,6 +457,15 @@ int kvg_gguf_open(struct kvg_gguf **out, const char *path, struct kvg_error *err
     return rc;
 }
 
+void kvg_gguf_release(const struct kvg_gguf *gguf, const struct kvg_gguf_tensor *tensor)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = (uintptr_t)gguf->map + tensor->offset;
+    uintptr_t first = (start + page - 1) & ~(page - 1), end = (start + tensor->n_bytes) & ~(page - 1);
+
+    if (((const struct handle *)gguf)->mapped && first < end)
+        madvise((void *)first, end - first, MADV_DONTNEED);
+}
+
 void kvg_gguf_close(struct kvg_gguf *gguf)
 {
     struct handle *handle = (struct handle *)gguf;

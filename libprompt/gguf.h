@@ -59,6 +59,8 @@ int kvg_gguf_open(struct kvg_gguf **out, const char *path, struct kvg_error *err
 /* The same on bytes that the caller keeps alive (fuzzing, tests). */
 int kvg_gguf_parse(struct kvg_gguf **out, const unsigned char *bytes, size_t size, struct kvg_error *err);
 void kvg_gguf_close(struct kvg_gguf *gguf);
+/* The tensor's bytes leave this process' memory; the file gives them again where they are read later. */
+void kvg_gguf_release(const struct kvg_gguf *gguf, const struct kvg_gguf_tensor *tensor);
 
 const struct kvg_gguf_value *kvg_gguf_find(const struct kvg_gguf *gguf, const char *key); /* NULL if absent */
 const struct kvg_gguf_tensor *kvg_gguf_tensor(const struct kvg_gguf *gguf, const char *name);

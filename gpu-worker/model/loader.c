@@ -189,6 +189,8 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
         struct kvg_error cause = err ? *err : (struct kvg_error){0};
         return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
     }
+    if (use == WEIGHT_MATMUL) /* the backend has a copy of its own */
+        kvg_gguf_release(loader->gguf, tensor);
     bool *used = &loader->used[tensor - loader->gguf->tensors];
     loader->loaded_bytes += *used ? 0 : tensor->n_bytes; /* a tied embedding is loaded twice */
     *used = true;

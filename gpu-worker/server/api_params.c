@@ -1,4 +1,5 @@
 #include "gpu-worker/server/api_params.h"
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -89,6 +90,17 @@ static int read_number(struct parse *p, const struct kvg_json *value)
     return KVG_OK;
 }
 
+/* 1.0 and 2e3, as clients write integers whose language has none. Exact: below 2^53. */
+static bool whole_double(const struct kvg_json *value, int64_t *out)
+{
+    double number;
+
+    if (!kvg_json_double(value, &number) || !(number > -0x1p53 && number < 0x1p53) || number != floor(number))
+        return false;
+    *out = (int64_t)number;
+    return true;
+}
+
 static int read_int(struct parse *p, const struct kvg_json *value, int64_t low, int64_t high, int64_t *out)
 {
     char what[96];
@@ -96,7 +108,7 @@ static int read_int(struct parse *p, const struct kvg_json *value, int64_t low, 
         snprintf(what, sizeof what, "an integer of at least %lld and below 2^63", (long long)low);
     else
         snprintf(what, sizeof what, "an integer from %lld to %lld", (long long)low, (long long)high);
-    if (!kvg_json_int(value, out) || *out < low || *out > high)
+    if ((!kvg_json_int(value, out) && !whole_double(value, out)) || *out < low || *out > high)
         return expected(p, what, value);
     return KVG_OK;
 }

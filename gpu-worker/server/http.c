@@ -72,6 +72,18 @@ static int on_header_value(http_parser *parser, const char *at, size_t len)
     return add_head(reader, at, len);
 }
 
+static uint32_t count_headers(const struct http_request *request, const char *name)
+{
+    size_t len = strlen(name);
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < request->n_headers; i++) {
+        const struct http_header *header = &request->headers[i];
+        n += header->name_len == len && strncasecmp(request->head.bytes + header->name, name, len) == 0;
+    }
+    return n;
+}
+
 /* Whether every header of that name, if there is one, has this one value. */
 static bool is_only(const struct http_request *request, const char *name, const char *value)
 {
@@ -102,6 +114,8 @@ static int on_headers_complete(http_parser *parser)
     request->keep_alive = http_should_keep_alive(parser);
     if (parser->http_major > 1)
         return refuse(reader, 505, "only HTTP/1.0 and HTTP/1.1 are spoken here");
+    if (count_headers(request, "host") > 1 || (!request->http10 && count_headers(request, "host") == 0))
+        return refuse(reader, 400, "an HTTP/1.1 request has one Host header");
     if (!is_only(request, "transfer-encoding", "chunked"))
         return refuse(reader, 501, "the only transfer encoding that is understood is chunked");
     if (!is_only(request, "content-encoding", "identity"))

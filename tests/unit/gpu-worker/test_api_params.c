@@ -58,6 +58,7 @@ static const struct refusal {
     {CHAT, "{\"top_k\":-2}", KVG_INVALID, "top_k"},
     {CHAT, "{\"top_k\":1.5}", KVG_INVALID, "top_k"},
     {CHAT, "{\"seed\":1.5}", KVG_INVALID, "seed"},
+    {CHAT, "{\"seed\":1e16}", KVG_INVALID, "seed"}, /* not every integer of this size is a double */
     {CHAT, "{\"seed\":99999999999999999999}", KVG_INVALID, "seed"},
     {CHAT, "{\"n\":0}", KVG_INVALID, "n"},
     {CHAT, "{\"n\":-1}", KVG_INVALID, "n"},
@@ -151,6 +152,7 @@ static const struct acceptance {
     {CHAT, "{\"top_k\":-1}", "max=4294967295 n=1 t=1 p=1 k=0"},
     {CHAT, "{\"top_k\":0}", "max=4294967295 n=1 t=1 p=1 k=0"},
     {CHAT, "{\"top_k\":40}", "max=4294967295 n=1 t=1 p=1 k=40"},
+    {CHAT, "{\"top_k\":40.0,\"max_tokens\":1.6e1,\"seed\":1.0}", "max=16 n=1 t=1 p=1 k=40"},
     {CHAT, "{\"top_k\":1000000000}", "max=4294967295 n=1 t=1 p=1 k=0"},
     {CHAT, "{\"n\":3,\"best_of\":3}", "max=4294967295 n=3 t=1 p=1 k=0"},
     {CHAT, "{\"n\":null,\"temperature\":null,\"stop\":null,\"tools\":null,\"audio\":null,\"seed\":null}",
@@ -186,10 +188,10 @@ static void good_members_are_read(void **state)
 static void lists_arrive_whole_and_sorted(void **state)
 {
     struct world w;
-    parse(
-        &w, plain(CHAT),
-        "{\"stop\":[\"ab\",\"\\n\"],\"stop_token_ids\":[7,8],\"logit_bias\":{\"9\":-100,\"3\":0.5},\"seed\":-1,\"logprobs\":true,"
-        "\"top_logprobs\":20,\"stream\":true,\"stream_options\":{\"include_usage\":true,\"later\":1},\"unheard\":1,\"of\":{}}");
+    parse(&w, plain(CHAT),
+          "{\"stop\":[\"ab\",\"\\n\"],\"stop_token_ids\":[7,8],\"logit_bias\":{\"9\":-100,\"3\":0.5},\"seed\":-1.0,\"logprobs\":"
+          "true,"
+          "\"top_logprobs\":20,\"stream\":true,\"stream_options\":{\"include_usage\":true,\"later\":1},\"unheard\":1,\"of\":{}}");
     assert_int_equal(w.code, KVG_OK);
     const struct engine_params *e = &w.params.engine;
     assert_int_equal(e->n_stop, 2);

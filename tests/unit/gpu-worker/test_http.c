@@ -12,9 +12,10 @@ enum { MAX_BODY = 1000 };
 static const char *const good[] = {
     "GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
     "POST /v1/completions?x=1 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nX-Request-Id: abc\r\n\r\nhello",
-    "POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;ext=1\r\nlo\r\n0\r\nTrailer: t\r\n\r\n",
+    "POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;ext=1\r\nlo\r\n0\r\nTrailer: "
+    "t\r\n\r\n",
     "POST http://host:80/v1/completions HTTP/1.0\r\nContent-Length: 5\r\n\r\nhello",
-    "\r\nGET / HTTP/1.1\r\n\r\n",
+    "\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n",
 };
 
 /* Feeds text[0..n) in pieces of `piece` bytes, from heap copies so that a sanitizer sees reads past them. */
@@ -64,7 +65,7 @@ static void a_truncated_request_is_incomplete_and_no_error(void **state)
 
 static void bytes_behind_a_request_are_left(void **state)
 {
-    static const char two[] = "POST /a HTTP/1.1\r\nContent-Length: 2\r\n\r\nxyGET /b HTTP/1.1\r\n\r\n";
+    static const char two[] = "POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nxyGET /b HTTP/1.1\r\nHost: a\r\n\r\n";
     struct http_reader reader;
     http_reader_init(&reader, MAX_BODY);
     size_t used = http_reader_feed(&reader, two, sizeof two - 1);
@@ -80,7 +81,7 @@ static void bytes_behind_a_request_are_left(void **state)
 
 static void headers_are_found_by_any_case_and_the_last_wins(void **state)
 {
-    static const char text[] = "GET / HTTP/1.1\r\nX-Kvgate-Salt: one\r\nx-kvgate-SALT: two\r\nEmpty:\r\n\r\n";
+    static const char text[] = "GET / HTTP/1.1\r\nHost: a\r\nX-Kvgate-Salt: one\r\nx-kvgate-SALT: two\r\nEmpty:\r\n\r\n";
     struct http_reader reader;
     http_reader_init(&reader, MAX_BODY);
     http_reader_feed(&reader, text, sizeof text - 1);
@@ -95,26 +96,30 @@ static const struct refusal {
     const char *text;
     int status;
 } refusals[] = {
-    {"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", 400},
-    {"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400},
-    {"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400},
-    {"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400},
-    {"POST / HTTP/1.1\r\nContent-Length : 3\r\n\r\nabc", 400},
-    {"POST / HTTP/1.1\r\nContent-Length: 1001\r\n\r\n", 413},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3ea\r\n", 0}, /* 1,002 bytes announced, none sent yet */
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", 501},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
-    {"POST / HTTP/1.1\r\nTransfer-Encoding: Chunked \r\n\r\n1\r\na\r\n", 0},
-    {"POST / HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", 415},
-    {"POST / HTTP/1.1\r\nExpect: 200-ok\r\nContent-Length: 1\r\n\r\n", 417},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length : 3\r\n\r\nabc", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1001\r\n\r\n", 413},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3ea\r\n", 0}, /* 1,002 bytes announced, none sent yet */
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501},
+    {"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: Chunked \r\n\r\n1\r\na\r\n", 0},
+    {"POST / HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", 415},
+    {"POST / HTTP/1.1\r\nHost: a\r\nExpect: 200-ok\r\nContent-Length: 1\r\n\r\n", 417},
+    {"GET / HTTP/1.1\r\n\r\n", 400},
+    {"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400},
+    {"GET / HTTP/1.0\r\nHost: a\r\nhost: b\r\n\r\n", 400},
+    {"GET / HTTP/1.1\r\nHost:\r\nX-Partial: ", 0}, /* a name may be empty */
     {"GET / HTTP/2.0\r\n\r\n", 505},
-    {"BREW / HTTP/1.1\r\n\r\n", 400},
+    {"BREW / HTTP/1.1\r\nHost: a\r\n\r\n", 400},
     {"\x16\x03\x01\x02\x00\x01\x00\x01", 400},
-    {"GET / HTTP/1.1\r\nBad\x01Name: x\r\n\r\n", 400},
-    {"CONNECT host:80 HTTP/1.1\r\n\r\n", 0},
+    {"GET / HTTP/1.1\r\nHost: a\r\nBad\x01Name: x\r\n\r\n", 400},
+    {"CONNECT host:80 HTTP/1.1\r\nHost: a\r\n\r\n", 0},
 };
 
 static void malformed_framing_is_refused(void **state)
@@ -138,14 +143,14 @@ static void limits_hold_at_their_edge(void **state)
 
     for (int over = 0; over <= 1; over++) {
         http_reader_init(&reader, MAX_BODY);
-        n = snprintf(line, sizeof line, "GET /%0*d HTTP/1.1\r\n\r\n", HTTP_MAX_URL - 1 + over, 0);
+        n = snprintf(line, sizeof line, "GET /%0*d HTTP/1.1\r\nHost: a\r\n\r\n", HTTP_MAX_URL - 1 + over, 0);
         feed(&reader, line, (size_t)n, SIZE_MAX);
         assert_int_equal(reader.request.status, over ? 414 : 0);
         http_reader_free(&reader);
 
         http_reader_init(&reader, MAX_BODY);
-        n = snprintf(body, sizeof body, "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%0*d", MAX_BODY + over,
-                     MAX_BODY + over, 0);
+        n = snprintf(body, sizeof body, "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%0*d",
+                     MAX_BODY + over, MAX_BODY + over, 0);
         feed(&reader, body, (size_t)n, SIZE_MAX);
         assert_int_equal(reader.request.status, over ? 413 : 0);
         http_reader_free(&reader);
@@ -157,7 +162,7 @@ static void too_many_or_too_large_headers_are_431(void **state)
     struct http_reader reader;
     struct kvg_buf text = {0};
 
-    kvg_buf_puts(&text, "GET / HTTP/1.1\r\n");
+    kvg_buf_puts(&text, "GET / HTTP/1.1\r\nHost: a\r\n");
     for (int i = 0; i <= HTTP_MAX_HEADERS; i++)
         kvg_buf_printf(&text, "h%d: x\r\n", i);
     http_reader_init(&reader, MAX_BODY);
@@ -166,7 +171,7 @@ static void too_many_or_too_large_headers_are_431(void **state)
     http_reader_free(&reader);
 
     text.len = 0;
-    kvg_buf_printf(&text, "GET / HTTP/1.1\r\nbig: %0*d\r\n\r\n", HTTP_MAX_HEAD, 0);
+    kvg_buf_printf(&text, "GET / HTTP/1.1\r\nHost: a\r\nbig: %0*d\r\n\r\n", HTTP_MAX_HEAD, 0);
     http_reader_init(&reader, MAX_BODY);
     feed(&reader, text.bytes, text.len, 1000);
     assert_int_equal(reader.request.status, 431);

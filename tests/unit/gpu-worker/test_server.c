@@ -344,21 +344,24 @@ static const struct error_case {
     const char *request;
     const char *status, *part;
 } error_cases[] = {
-    {"GET /nowhere HTTP/1.1\r\n\r\n", "404", "/nowhere"},
-    {"GET /v1/chat/completions HTTP/1.1\r\n\r\n", "405", "Allow: POST"},
-    {"POST /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n", "405", "Allow: GET, HEAD"},
-    {"DELETE /v1/models HTTP/1.1\r\n\r\n", "405", "method_not_allowed"},
-    {"OPTIONS /v1/completions HTTP/1.1\r\n\r\n", "200", "Allow: POST"},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 0\r\n\r\n", "400", "\"error\""},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\n[1] ", "400", "JSON object"},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 27\r\n\r\n{\"prompt\":\"x\",\"model\":\"oo\"}", "404", "model_not_found"},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 31\r\n\r\n{\"prompt\":\"x\",\"temperature\":NaN}", "400", "\"error\""},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 39\r\n\r\n{\"prompt\":\"x\",\"prompt_token_ids\":[1,2]}", "400",
+    {"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", "404", "/nowhere"},
+    {"GET /v1/chat/completions HTTP/1.1\r\nHost: a\r\n\r\n", "405", "Allow: POST"},
+    {"POST /health HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", "405", "Allow: GET, HEAD"},
+    {"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", "405", "method_not_allowed"},
+    {"OPTIONS /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n", "200", "Allow: POST"},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", "400", "\"error\""},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n[1] ", "400", "JSON object"},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 27\r\n\r\n{\"prompt\":\"x\",\"model\":\"oo\"}", "404",
+     "model_not_found"},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 31\r\n\r\n{\"prompt\":\"x\",\"temperature\":NaN}", "400",
+     "\"error\""},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 39\r\n\r\n{\"prompt\":\"x\",\"prompt_token_ids\":[1,2]}", "400",
      "prompt_token_ids"},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 5000\r\n\r\n", "413", "4096"},
-    {"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n", "400", "Content-Length"},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5000\r\n\r\n", "413", "4096"},
+    {"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n", "400",
+     "Content-Length"},
     {"nonsense\r\n\r\n", "400", "\"error\""},
-    {"GET /v1/models/oo HTTP/1.1\r\n\r\n", "404", "toy"},
+    {"GET /v1/models/oo HTTP/1.1\r\nHost: a\r\n\r\n", "404", "toy"},
 };
 
 static void errors_have_openais_shape(void **state)
@@ -389,7 +392,7 @@ static void the_key_is_asked_for_where_it_matters(void **state)
     }
     post_with(fd, "/v1/completions", "Authorization: bearer secret\r\n", "{\"prompt\":\"x\",\"max_tokens\":0,\"echo\":true}");
     assert_has(hear(fd, "}}}"), "HTTP/1.1 200 ");
-    say(fd, "GET /health HTTP/1.1\r\n\r\n");
+    say(fd, "GET /health HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_has(hear(fd, "}"), "HTTP/1.1 200 ");
     post_with(fd, "/v1/completions", "Authorization: Bearer secret\r\n", "{\"prompt\":\"x\",\"cache_salt\":\"c\"}");
     struct scripted *r = scripted_wait(0);
@@ -430,7 +433,7 @@ static void a_reader_too_slow_is_dropped_and_the_engine_runs_on(void **state)
     for (int i = 0; i < 400 && !scripted_cancelled(r); i++) /* 26 MB: over what the kernel and the server hold */
         scripted_text(r, 0, big);
     scripted_wait_cancelled(r);
-    say(other, "GET /metrics HTTP/1.1\r\n\r\n");
+    say(other, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_has(hear(other, "fingerprint_mismatches_total{model_name=\"toy\"}"),
                "kvgate_clients_dropped_total{model_name=\"toy\"} 1");
     close(fd);
@@ -440,9 +443,10 @@ static void a_reader_too_slow_is_dropped_and_the_engine_runs_on(void **state)
 static void pipelined_requests_are_answered_in_order(void **state)
 {
     int fd = dial(*state);
-    say(fd, "GET /health HTTP/1.1\r\n\r\nPOST /v1/completions HTTP/1.1\r\nContent-Length: 14\r\n\r\n{\"prompt\":\"p\"}GET "
-            "/version HTTP/1.1\r\n\r\n"
-            "GET /nowhere HTTP/1.1\r\n\r\n");
+    say(fd, "GET /health HTTP/1.1\r\nHost: a\r\n\r\nPOST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+            "14\r\n\r\n{\"prompt\":\"p\"}GET "
+            "/version HTTP/1.1\r\nHost: a\r\n\r\n"
+            "GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n");
     struct scripted *r = scripted_wait(0);
     scripted_text(r, 0, "T");
     scripted_finish(r, 0, FINISH_STOP);
@@ -456,8 +460,8 @@ static void pipelined_requests_are_answered_in_order(void **state)
 
 static void a_request_may_come_byte_by_byte_and_chunked(void **state)
 {
-    static const char text[] =
-        "POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n7\r\n{\"promp\r\n7\r\nt\":\"p\"}\r\n0\r\n\r\n";
+    static const char text[] = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: "
+                               "chunked\r\n\r\n7\r\n{\"promp\r\n7\r\nt\":\"p\"}\r\n0\r\n\r\n";
     int fd = dial(*state);
     for (size_t i = 0; i < sizeof text - 1; i++)
         assert_int_equal(send(fd, text + i, 1, 0), 1);
@@ -469,12 +473,12 @@ static void a_request_may_come_byte_by_byte_and_chunked(void **state)
 static void expect_100_is_answered_before_the_body(void **state)
 {
     int fd = dial(*state);
-    say(fd, "POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n");
+    say(fd, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n");
     assert_string_equal(hear(fd, "\r\n\r\n"), "HTTP/1.1 100 Continue\r\n\r\n");
     say(fd, "{\"prompt\":\"p\"}");
     scripted_finish(scripted_wait(0), 0, FINISH_STOP);
     assert_has(hear(fd, "}}}"), "HTTP/1.1 200 ");
-    say(fd, "POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 5000\r\n\r\n");
+    say(fd, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 5000\r\n\r\n");
     assert_has(hear(fd, NULL), "HTTP/1.1 413 "); /* refused without the body */
     close(fd);
 }
@@ -497,7 +501,7 @@ static void http_1_0_streams_end_with_the_connection(void **state)
 static void a_head_request_gets_no_body(void **state)
 {
     int fd = dial(*state);
-    say(fd, "HEAD /health HTTP/1.1\r\nConnection: close\r\n\r\n");
+    say(fd, "HEAD /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
     const char *text = hear(fd, NULL);
     assert_has(text, "Content-Length: 15\r\n");
     assert_lacks(text, "{");
@@ -519,7 +523,7 @@ static void a_silent_stream_is_kept_alive_by_comments(void **state)
 static void a_request_that_does_not_go_on_is_408_and_an_idle_connection_ends(void **state)
 {
     int fd = dial(*state);
-    say(fd, "POST /v1/completions HTTP/1.1\r\nContent-Length: 14\r\n\r\n{");
+    say(fd, "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 14\r\n\r\n{");
     const char *text = hear(fd, NULL);
     assert_has(text, "HTTP/1.1 408 ");
     assert_has(text, "Connection: close\r\n");
@@ -560,7 +564,7 @@ static void the_gateways_ids_count_under_this_workers_fingerprint(void **state)
                                            2) == 0);
     scripted_finish(r, 0, FINISH_STOP);
     hear(fd, "}}}");
-    say(fd, "GET /metrics HTTP/1.1\r\n\r\n");
+    say(fd, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
     const char *text = hear(fd, "kvgate_gateway_fingerprint_mismatches_total{");
     assert_has(text, "kvgate_gateway_ids_used_total{model_name=\"toy\"} 1");
     assert_has(text, "kvgate_gateway_fingerprint_mismatches_total{model_name=\"toy\"} 1");
@@ -593,7 +597,7 @@ static void the_gateways_prediction_is_compared_with_what_was_cached(void **stat
         }
         hear(fd, "}}}");
     }
-    say(fd, "GET /metrics HTTP/1.1\r\n\r\n");
+    say(fd, "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n");
     const char *text = hear(fd, "kvgate_gateway_hit_error_tokens_count{model_name=\"toy\"} 3\n");
     assert_has(text, "kvgate_gateway_predicted_hit_tokens_total{model_name=\"toy\"} 34\n");
     assert_has(text, "kvgate_gateway_found_hit_tokens_total{model_name=\"toy\"} 3\n");
@@ -653,7 +657,7 @@ static void a_drain_finishes_what_runs_and_takes_no_more(void **state)
 {
     struct world *w = *state;
     int running = dial(w), kept = dial(w);
-    say(kept, "GET /ready HTTP/1.1\r\n\r\n");
+    say(kept, "GET /ready HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_has(hear(kept, "}"), "HTTP/1.1 200 ");
     post(running, "/v1/completions", "{\"prompt\":\"p\",\"stream\":true}");
     struct scripted *r = scripted_wait(0);
