@@ -255,6 +255,10 @@ bench-cpu-hold bench-cpu-release: bench-cpu-%:
 	$(PYTHON) tests/bench/bench_cpu.py $* $(or $(MODELS),smol)
 bench-cpu-table:
 	@$(PYTHON) tests/bench/bench_cpu.py table
+# ONLY: some parts of it ("start step streams hit busy").
+bench-latency: deps models-test
+	$(MAKE) -j$(JOBS) programs tools
+	B=$(B) $(PYTHON) tests/bench/bench_latency.py
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
@@ -283,6 +287,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
+.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -144,6 +144,16 @@ static void render_totals(struct page *page, struct engine_metrics *m)
                        ends[i].reason, (unsigned long long)ends[i].n);
 }
 
+static void render_step_parts(struct page *page, struct engine_metrics *m)
+{
+    static const char *const names[STEP_PARTS] = {"intake", "schedule", "forward", "sample", "emit", "report"};
+
+    head(page, "step_seconds_total", "counter", "Time of the engine thread in steps, by what it was spent on.");
+    for (int i = 0; i < STEP_PARTS; i++)
+        kvg_buf_printf(page->out, "kvgate_step_seconds_total{%s,part=\"%s\"} %.9f\n", page->label.bytes, names[i],
+                       (double)m->step_nanos[i] * 1e-9);
+}
+
 static void render_speculation(struct page *page, struct engine_metrics *m)
 {
     counter(page, "spec_decode_num_drafts_total", "Runs of draft tokens that were verified.", m->spec_verifications);
@@ -196,6 +206,7 @@ void engine_metrics_render(struct engine_metrics *metrics, const char *model, st
     }
     render_load(&page, metrics);
     render_totals(&page, metrics);
+    render_step_parts(&page, metrics);
     render_speculation(&page, metrics);
     render_histograms(&page, metrics);
     kvg_buf_free(&page.label);

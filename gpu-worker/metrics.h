@@ -18,6 +18,17 @@ struct histogram {
 void histogram_init(struct histogram *h, const double *bounds, int n_bounds);
 void histogram_add(struct histogram *h, double value);
 
+/* What a step's time goes to. */
+enum step_part {
+    STEP_INTAKE,   /* new requests and cancellations */
+    STEP_SCHEDULE, /* drafting, the plan, the batch's tables */
+    STEP_FORWARD,
+    STEP_SAMPLE,
+    STEP_EMIT,   /* blocks to the cache, text, stop strings, events to the HTTP threads */
+    STEP_REPORT, /* gauges, what the publisher is told */
+    STEP_PARTS
+};
+
 /* Everything the engine counts; read by the server's /metrics. Times in seconds. */
 struct engine_metrics {
     _Atomic uint32_t running, waiting;
@@ -32,6 +43,7 @@ struct engine_metrics {
     _Atomic uint64_t spec_verifications, spec_drafted, spec_accepted, spec_accepted_at[SPEC_POSITIONS];
     _Atomic uint32_t spec_sequences, spec_limit; /* sequences with drafts in the last step, and the most that one may have now */
     _Atomic double spec_goodput_gain;            /* expected tokens a second of the last step's choice over no drafts */
+    _Atomic uint64_t step_nanos[STEP_PARTS];     /* of all steps */
     struct histogram ttft, inter_token, queue_time, prefill_time, decode_time, e2e_time;
     struct histogram rows_per_forward, sequences_per_forward;
     struct histogram batch_utilization; /* rows of a step / max_num_batched_tokens */

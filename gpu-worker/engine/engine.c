@@ -203,11 +203,16 @@ static void *run(void *context)
     struct request *request;
 
     while (goes_on(engine)) {
+        engine->step.lap = clock_now();
         take_news(engine);
         bool work = step_has_work(&engine->step);
-        if (work)
+        if (work) {
+            step_lap(&engine->step, STEP_INTAKE);
             step_run(&engine->step);
+        }
         step_report(&engine->step);
+        if (work)
+            step_lap(&engine->step, STEP_REPORT);
         engine->last_tick = clock_now();
         if (!work)
             wait_for_news(engine);

@@ -3,7 +3,6 @@
 #include <string.h>
 #include "gpu-worker/log.h"
 
-static const double seconds_a_level = 10;
 enum { DECODE_BACKLOG = 16, MOST_PASSED = 64 };
 
 int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err)
@@ -76,9 +75,17 @@ static void leave_running(struct scheduler *sched, struct sequence *seq)
     cache_release(sched->cache, &seq->held);
 }
 
+/* Waiting that a priority is worth: 10 s for level 1, and below two minutes whatever the number, so that the last of all is the
+ * oldest after four minutes. Grows with the number throughout. */
+static double seconds_of(int32_t priority)
+{
+    double level = priority;
+    return 120 * level / ((level < 0 ? -level : level) + 11);
+}
+
 void sched_add(struct scheduler *sched, struct sequence *seq, double now)
 {
-    seq->key = sched->options.priority_scheduling ? now + seconds_a_level * seq->request->params.priority : 0;
+    seq->key = sched->options.priority_scheduling ? now + seconds_of(seq->request->params.priority) : 0;
     seq->number = sched->n_added++;
     wait_in_order(sched, seq);
 }

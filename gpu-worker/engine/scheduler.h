@@ -54,8 +54,8 @@ struct step_plan {
 
 int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err);
 void sched_free(struct scheduler *sched);
-/* A new sequence waits. First come, first served; with priority_scheduling a level of priority counts as 10 s of waiting, so
- * that whatever waits runs at last. `now` in seconds. */
+/* A new sequence waits. First come, first served; with priority_scheduling the first levels of priority count as 10 s of
+ * waiting each, later ones as less, and all together as less than two minutes: whatever waits runs at last. `now` in seconds. */
 void sched_add(struct scheduler *sched, struct sequence *seq, double now);
 /* Ends a sequence in any state: its blocks are free or cached when this returns. */
 void sched_remove(struct scheduler *sched, struct sequence *seq);

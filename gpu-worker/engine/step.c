@@ -206,6 +206,13 @@ static void accept_drafts(struct stepper *step)
     }
 }
 
+void step_lap(struct stepper *step, enum step_part part)
+{
+    double now = clock_now();
+    step->metrics->step_nanos[part] += (uint64_t)((now - step->lap) * 1e9);
+    step->lap = now;
+}
+
 static void sample_round(struct stepper *step)
 {
     struct batch *batch = &step->batch;
@@ -225,7 +232,9 @@ static void forward_and_sample(struct stepper *step)
 
     if (model_forward(step->model, &batch->model, &err) < 0)
         log_fatal("engine: forward of %u rows: %s", batch->model.n_rows, err.message);
+    step_lap(step, STEP_FORWARD);
     sample_round(step);
+    step_lap(step, STEP_SAMPLE);
 }
 
 /* So many more rows of the sequence hold tokens that it keeps: full blocks enter the tree before any client hears of what was
@@ -281,7 +290,9 @@ static void emit_tokens(struct stepper *step, double now)
             if (commit(step, &batch->draws[i], &batch->results[i], now))
                 batch->draws[n++] = batch->draws[i];
         batch->n_draws = n;
+        step_lap(step, STEP_EMIT);
         sample_round(step);
+        step_lap(step, STEP_SAMPLE);
     }
 }
 
@@ -295,6 +306,7 @@ void step_run(struct stepper *step)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
     uint32_t decode_rows = step->plan.n_decodes + step->plan.n_drafts;
     batch_fill(&step->batch, &step->plan);
+    step_lap(step, STEP_SCHEDULE);
     forward_and_sample(step);
     double now = clock_now();
     pacing_observe(&step->sched.pacing, step->plan.n_rows - decode_rows, decode_rows, now - start);

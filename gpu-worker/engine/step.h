@@ -24,6 +24,7 @@ struct stepper {
     enum accept_rule accept;
     float *scratch; /* [n_vocab of the model]; NULL with ACCEPT_COUPLED */
     struct engine_metrics *metrics;
+    double lap; /* clock_now() where the last part of a step ended */
     uint32_t n_vocab, max_rows;
     void (*ended)(void *context, struct request *request); /* after its last event: the request may go */
     void *context;
@@ -51,5 +52,7 @@ static inline bool step_has_work(const struct stepper *step)
     return step->sched.n_running || step->sched.n_waiting;
 }
 void step_run(struct stepper *step);
+/* The time since step->lap was spent on `part`; the next part begins. */
+void step_lap(struct stepper *step, enum step_part part);
 /* Gauges, and the load for the publisher's heartbeat: after each step and now and then while idle. */
 void step_report(struct stepper *step);

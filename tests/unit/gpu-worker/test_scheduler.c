@@ -173,7 +173,7 @@ static void drafts_leave_half_of_the_rows_to_prompts(void **state)
 static void a_level_of_priority_counts_as_ten_seconds_of_waiting(void **state)
 {
     open_world(200, (struct scheduler_options){.fixed_chunk = 16, .priority_scheduling = true});
-    struct sequence *low = add(0, 16, 5, 0), *before = add(1, 16, 0, 49), *after = add(2, 16, 0, 51);
+    struct sequence *low = add(0, 16, 1, 0), *before = add(1, 16, 0, 9), *after = add(2, 16, 0, 11);
     struct sequence *want[] = {before, low, after};
 
     for (int i = 0; i < 3; i++) {
@@ -200,6 +200,22 @@ static void backlog_counts_prompt_tokens_and_sixteen_a_decode(void **state)
     close_world();
 }
 
+/* The highest priority there is arrives all the time, and the lowest runs all the same. */
+static void whatever_waits_runs_at_last(void **state)
+{
+    int n = 0;
+
+    open_world(200, (struct scheduler_options){.fixed_chunk = 16, .priority_scheduling = true});
+    struct sequence *low = add(0, 16, INT32_MAX, 0);
+    for (; n < 100 && low->state == SEQUENCE_WAITING; n++) {
+        struct sequence *high = add(1, 16, INT32_MIN, 5.0 * n);
+        step(5.0 * n); /* room for one of them */
+        sched_remove(&w.sched, high);
+    }
+    assert_true(n * 5 >= 200 && n * 5 <= 250);
+    close_world();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -209,6 +225,7 @@ int main(void)
         cmocka_unit_test(drafts_take_blocks_from_nobody),
         cmocka_unit_test(drafts_leave_half_of_the_rows_to_prompts),
         cmocka_unit_test(a_level_of_priority_counts_as_ten_seconds_of_waiting),
+        cmocka_unit_test(whatever_waits_runs_at_last),
         cmocka_unit_test(backlog_counts_prompt_tokens_and_sixteen_a_decode),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
