@@ -72,6 +72,15 @@ struct engine_token_logprob {
     const float *top_logprobs;
 };
 
+/* What drafts did for one choice so far. */
+struct engine_speculation {
+    uint32_t runs, drafted, accepted;     /* verified runs of drafts, tokens in these, those of them that were accepted */
+    uint32_t accepted_at[SPEC_POSITIONS]; /* by place in the run */
+    uint32_t most;                        /* drafts that it may have now (K); 0 = it had none yet */
+    bool active;                          /* its last step had drafts */
+    double gain;                          /* expected tokens a second of the last step with drafts over those without */
+};
+
 /* What a step has for one choice of one request. Pointers are valid during the call only. */
 struct engine_event {
     uint32_t choice;
@@ -84,6 +93,7 @@ struct engine_event {
     uint32_t matched_stop_token;                              /* with FINISH_STOP by a token, else KVG_NO_TOKEN */
     const char *error;                                        /* with FINISH_ERROR */
     uint32_t prompt_tokens, cached_tokens, completion_tokens; /* of this choice, so far */
+    const struct engine_speculation *speculation;             /* NULL: this engine makes no drafts */
     bool last_choice;                                         /* after this event the request is gone */
 };
 /* On the engine thread; must not block or call the engine. */

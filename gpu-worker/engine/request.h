@@ -40,6 +40,8 @@ struct sequence {
     uint32_t n_drafts;        /* proposed behind ids[n_ids] for the next step; n_ids + n_drafts < limit */
     const float *draft_probs; /* [n_drafts, n_vocab] what each was drawn from, where that is kept; NULL: there was no choice */
 
+    struct engine_speculation speculation;
+
     uint32_t cached_tokens; /* of the first admission */
     uint32_t preemptions;
     bool admitted; /* once at least */

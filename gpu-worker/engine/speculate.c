@@ -472,7 +472,8 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
         c->seq->n_drafts = c->n;
         if (c->n) {
             n_drafting++;
-            m->spec_limit = c->slot->limit;
+            m->spec_limit = c->seq->speculation.most = c->slot->limit;
+            c->seq->speculation.gain = m->spec_goodput_gain;
         }
     }
     m->spec_sequences = n_drafting;

@@ -253,6 +253,24 @@ static void store_rows(struct stepper *step)
         store(step, step->plan.entries[i].seq, step->plan.entries[i].n_rows - step->plan.entries[i].n_drafts);
 }
 
+/* The draw's next draft, if it has one, is accepted or not. */
+static void count_draft(struct sequence *seq, struct draw *draw, bool accepted)
+{
+    struct engine_speculation *count = &seq->speculation;
+
+    if (draw->n_drafts == draw->n_proposed) { /* the first token of the draw */
+        count->active = draw->n_proposed > 0;
+        count->runs += draw->n_proposed > 0;
+        count->drafted += draw->n_proposed;
+    }
+    if (accepted) {
+        count->accepted++;
+        if (draw->n_accepted < SPEC_POSITIONS)
+            count->accepted_at[draw->n_accepted]++;
+        draw->n_accepted++;
+    }
+}
+
 /* Commits a token. Whether the sequence's next one can be drawn in this step: this one was its draft, whose row is computed.
  * If not, what the drafts took is given back. */
 static bool commit(struct stepper *step, struct draw *draw, const struct sample_result *result, double now)
@@ -262,8 +280,9 @@ static bool commit(struct stepper *step, struct draw *draw, const struct sample_
     bool accepted = draw->n_drafts && result->id == seq->ids[seq->n_ids];
 
     count_token(step, seq, now);
+    count_draft(seq, draw, accepted);
     output_commit(&step->output, seq, result, &event);
-    draw->n_accepted += accepted;
+    event.speculation = step->spec ? &seq->speculation : NULL;
     bool goes_on = accepted && event.finish == FINISH_NONE;
     if (step->spec && !goes_on) {
         if (draw->n_proposed)

@@ -371,7 +371,7 @@ static int parse_stream_option(struct parse *p, const struct kvg_json *option)
     if (option->type == KVG_JSON_NULL)
         return KVG_OK;
     if (!kvg_str_eq(option->key, "include_usage") && !kvg_str_eq(option->key, "continuous_usage_stats") &&
-        !kvg_str_eq(option->key, "include_obfuscation")) {
+        !kvg_str_eq(option->key, "include_speculation") && !kvg_str_eq(option->key, "include_obfuscation")) {
         p->out->n_unknown++;
         return KVG_OK;
     }
@@ -381,6 +381,8 @@ static int parse_stream_option(struct parse *p, const struct kvg_json *option)
         p->out->include_usage = on;
     if (kvg_str_eq(option->key, "continuous_usage_stats"))
         p->out->continuous_usage = on;
+    if (kvg_str_eq(option->key, "include_speculation"))
+        p->out->include_speculation = on;
     return KVG_OK;
 }
 

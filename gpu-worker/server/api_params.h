@@ -32,7 +32,7 @@ struct api_context {
 struct api_params {
     struct engine_params engine; /* its arrays live in the arena; seed is 0 where has_seed is false */
     bool has_seed;
-    bool stream, include_usage, continuous_usage;
+    bool stream, include_usage, continuous_usage, include_speculation;
     bool echo;                 /* completions */
     struct kvg_str model;      /* len 0: not given */
     struct kvg_str cache_salt; /* len 0: not given */

@@ -34,6 +34,8 @@ static void on_engine_event(void *context, const struct engine_event *event)
         .completion_tokens = event->completion_tokens,
         .last_choice = event->last_choice,
     };
+    if (event->speculation)
+        record.speculation = *event->speculation;
     if (event->error)
         snprintf(record.error, sizeof record.error, "%s", event->error);
     loop_post_begin(g->job.loop, &g->job);
@@ -170,6 +172,7 @@ static void deliver(struct generation *g, const struct event_record *event, cons
     if (event->choice == 0)
         run->cached_tokens = event->cached_tokens;
     choice->completion_tokens = event->completion_tokens;
+    choice->speculation = event->speculation;
     read_logprobs(g, choice, &at, event->n_logprobs);
     if (event->finish != FINISH_NONE) {
         choice->finish = event->finish;

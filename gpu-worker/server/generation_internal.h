@@ -10,6 +10,7 @@ struct choice {
     bool started; /* its first chunk was written */
     enum engine_finish finish;
     uint32_t completion_tokens;
+    struct engine_speculation speculation;
     struct kvg_buf text;      /* not streamed: all of it */
     struct logprobs logprobs; /* not streamed: all; streamed: those of the next chunk */
 };
@@ -46,6 +47,7 @@ struct event_record {
     enum engine_finish finish;
     uint32_t prompt_tokens, cached_tokens, completion_tokens;
     bool last_choice;
+    struct engine_speculation speculation;
     char error[160];
 };
 

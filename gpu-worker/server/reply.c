@@ -43,13 +43,32 @@ void reply_open(struct kvg_buf *out, const struct reply_head *head)
     kvg_buf_puts(out, ",\"choices\":");
 }
 
+/* OpenAI's names for predicted tokens, and the rest as a member of its own, which clients pass over. */
+static void speculation_json(struct kvg_buf *out, const struct engine_speculation *s)
+{
+    uint32_t n = SPEC_POSITIONS;
+
+    while (n && s->accepted_at[n - 1] == 0)
+        n--;
+    kvg_buf_printf(out,
+                   ",\"completion_tokens_details\":{\"accepted_prediction_tokens\":%u,\"rejected_prediction_tokens\":%u},"
+                   "\"speculation\":{\"runs\":%u,\"drafted\":%u,\"accepted\":%u,\"accepted_per_position\":[",
+                   s->accepted, s->drafted - s->accepted, s->runs, s->drafted, s->accepted);
+    for (uint32_t i = 0; i < n; i++)
+        kvg_buf_printf(out, "%s%u", i ? "," : "", s->accepted_at[i]);
+    kvg_buf_printf(out, "],\"k\":%u,\"active\":%s,\"goodput_gain\":%.3f}", s->most, s->active ? "true" : "false", s->gain);
+}
+
 void usage_json(struct kvg_buf *out, const struct reply_usage *usage)
 {
     kvg_buf_printf(out,
                    "{\"prompt_tokens\":%llu,\"completion_tokens\":%llu,\"total_tokens\":%llu,"
-                   "\"prompt_tokens_details\":{\"cached_tokens\":%llu}}",
+                   "\"prompt_tokens_details\":{\"cached_tokens\":%llu}",
                    (unsigned long long)usage->prompt_tokens, (unsigned long long)usage->completion_tokens,
                    (unsigned long long)usage->prompt_tokens + usage->completion_tokens, (unsigned long long)usage->cached_tokens);
+    if (usage->speculation)
+        speculation_json(out, usage->speculation);
+    kvg_buf_puts(out, "}");
 }
 
 const char *finish_reason(enum engine_finish finish)

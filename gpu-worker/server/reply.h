@@ -25,6 +25,7 @@ void reply_open(struct kvg_buf *out, const struct reply_head *head);
 
 struct reply_usage {
     uint64_t prompt_tokens, completion_tokens, cached_tokens;
+    const struct engine_speculation *speculation; /* of all choices; NULL = not told */
 };
 void usage_json(struct kvg_buf *out, const struct reply_usage *usage);
 const char *finish_reason(enum engine_finish finish); /* "stop" or "length" */

@@ -13,6 +13,26 @@ static struct reply_usage usage_of(const struct generation *generation)
     return usage;
 }
 
+/* The sum over all choices; K, whether it is on, and its gain are the last one's that had drafts. */
+static struct engine_speculation speculation_of(const struct generation *generation)
+{
+    struct engine_speculation sum = {0};
+    for (uint32_t i = 0; i < generation->n_choices; i++) {
+        const struct engine_speculation *one = &generation->choices[i].speculation;
+        sum.runs += one->runs;
+        sum.drafted += one->drafted;
+        sum.accepted += one->accepted;
+        for (int k = 0; k < SPEC_POSITIONS; k++)
+            sum.accepted_at[k] += one->accepted_at[k];
+        sum.active |= one->active;
+        if (one->most) {
+            sum.most = one->most;
+            sum.gain = one->gain;
+        }
+    }
+    return sum;
+}
+
 static bool is_chat(const struct generation *generation)
 {
     return generation->head.endpoint == KVG_CHAT_COMPLETIONS;
@@ -106,6 +126,9 @@ void stream_end(struct generation *generation)
     struct kvg_buf *frame = &generation->frame;
     if (generation->params.include_usage) {
         struct reply_usage usage = usage_of(generation);
+        struct engine_speculation speculation = speculation_of(generation);
+        if (generation->params.include_speculation)
+            usage.speculation = &speculation;
         kvg_buf_puts(frame, "data: ");
         reply_open(frame, &generation->head);
         kvg_buf_puts(frame, "[],\"usage\":");

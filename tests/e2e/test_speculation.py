@@ -59,6 +59,34 @@ def test_a_draft_model_of_another_vocabulary_is_refused(build):
     assert done.returncode == 1 and "another vocabulary: id 0 is" in done.stderr, done.stderr
 
 
+def test_the_last_chunk_tells_what_drafts_did():
+    with Worker("--max-model-len", "1024", "--speculative-model", "ngram", gateway=False) as worker:
+        ask = dict(model=worker.served, messages=[{"role": "user", "content": "Repeat: " + "one two three four five " * 20}], max_tokens=60,
+                   temperature=0, seed=1, stream=True, extra_body={"ignore_eos": True})
+        before = counts(worker)
+        chunks = list(worker.openai().chat.completions.create(**ask, stream_options={"include_usage": True, "include_speculation": True}))
+        usage, after = chunks[-1].usage, counts(worker)
+        spec = usage.speculation
+        assert [spec["drafted"], spec["accepted"]] == [int(a - b) for a, b in zip(after, before)]
+        assert 0 < spec["accepted"] <= spec["drafted"] and sum(spec["accepted_per_position"]) == spec["accepted"] and spec["runs"] > 0
+        assert 2 <= spec["k"] <= 10 and spec["goodput_gain"] >= 1 and isinstance(spec["active"], bool)
+        assert usage.completion_tokens == 60 and usage.completion_tokens_details.accepted_prediction_tokens == spec["accepted"]
+        assert usage.completion_tokens_details.rejected_prediction_tokens == spec["drafted"] - spec["accepted"]
+        chunks = list(worker.openai().chat.completions.create(**ask, stream_options={"include_usage": True}))
+        assert chunks[-1].usage.completion_tokens_details is None and not hasattr(chunks[-1].usage, "speculation")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "argmax", "top-p"])
+def test_other_rules_are_named_at_start_and_equal_at_temperature_0(rule):
+    with Worker("--max-model-len", "1024", gateway=False) as plain, \
+            Worker("--max-model-len", "1024", "--speculative-model", "ngram", "--spec-accept", rule, gateway=False) as drafting:
+        assert f"--spec-accept {rule}" in drafting.log() and ("LOSSY" in drafting.log()) == (rule != "rejection")
+        for prompt in prompts(2):
+            assert answer(plain, prompt, 32, temperature=0) == answer(drafting, prompt, 32, temperature=0)
+            assert answer(drafting, prompt, 32, temperature=1, seed=3, top_p=0.9, presence_penalty=0.5)[1] == 32
+        assert counts(drafting)[1] > 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("draft", ["ngram", QWEN05])
 def test_the_real_pair(draft):
