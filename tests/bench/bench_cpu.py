@@ -241,20 +241,28 @@ class Bench:
         if "vllm" in self.peers:
             wanted["vLLM-CPU"] = self.engine(("vllm",), lambda: Vllm(self.model))
         out.update({k: v for k, v in wanted.items() if v})
-        self.check_idle(out)
         return out, [k for k, v in wanted.items() if v is None]
 
-    def check_idle(self, engines):
-        """An engine that burns CPU while others are measured would falsify them."""
-        before = {k: e.cpu_seconds() for k, e in engines.items()}
-        time.sleep(0.5)
-        for label, engine in engines.items():
-            share = (engine.cpu_seconds() - before[label]) / 0.5
-            if share > 0.05:
-                self.say(f"note: {label} uses {share:.2f} of a core while idle")
+    def settle(self, limit=10):
+        """Waits until every engine is idle: vLLM's worker polls on for a second after an answer, which would slow down the next one's."""
+        end = time.monotonic() + limit
+        while True:
+            before = {k: e.cpu_seconds() for k, e in self.started.items()}
+            time.sleep(0.1)
+            busy = [e.label for k, e in self.started.items() if e.cpu_seconds() - before[k] > 0.01]
+            if not busy:
+                return
+            if time.monotonic() > end:
+                self.say(f"note: {', '.join(busy)} will not idle")
+                return
 
     def measure(self, what, contestants):
-        return table.alternate(contestants, self.runs, lambda run, name: self.say(f"{what}, run {run + 1} of {self.runs}: {name}"))
+        def settled(work):
+            self.settle()
+            return work()
+
+        return table.alternate({k: (lambda work=w: settled(work)) for k, w in contestants.items()}, self.runs,
+                               lambda run, name: self.say(f"{what}, run {run + 1} of {self.runs}: {name}"))
 
     def add(self, name, unit, results, metric, missing, settings, high=True, limit=None, aims=None, own_aim=None):
         """Rows of one metric: one for each peer, one without peer when there is none or kvgate alone has an aim."""

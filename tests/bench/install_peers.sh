@@ -60,7 +60,8 @@ vllm() {
 }
 
 failed=
-for part in ${*:-vllm llama}; do
+[ $# -gt 0 ] || set -- vllm llama
+for part in "$@"; do
     [ -e "$dir/.$part" ] || (set -e; $part) || failed="$failed $part"
 done
 [ -z "$failed" ] || { echo "kvgate: no peer:$failed (see $dir/*.log)" >&2; exit 1; }

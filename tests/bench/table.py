@@ -99,7 +99,23 @@ def text(rows):
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
+def beside(row):
+    """A peer's cell of the wide table: its value, and in brackets how many times better kvgate is."""
+    if row["peer_value"] is None:
+        return "not reached"
+    return number(row["peer_value"]) + (f" ({row['ratio']:.2f}x)" if row["ratio"] is not None else "")
+
+
 def markdown(rows):
-    """The same for a README."""
-    lines = [HEAD, ["---"] * len(HEAD)] + [cells(r) for r in rows]
+    """For a README: one line a row's name, a column for each peer, and what became of its aims."""
+    peers = list(dict.fromkeys(r["peer"] for r in rows if r["peer"]))
+    lines = [["", "kvgate"] + peers + ["share of its limit", "aims"]]
+    lines.append(["---"] * len(lines[0]))
+    for name in dict.fromkeys(r["row"] for r in rows):
+        mine = [r for r in rows if r["row"] == name]
+        cell = {r["peer"]: beside(r) for r in mine}
+        aims = [f"{r['aim']} {r['peer'] or ''}".strip() + (": reached" if r["reached"] else ": **missed**") for r in mine if "aim" in r]
+        share = mine[0]["share"]
+        lines.append([name, f"{number(mine[0]['value'])} {mine[0]['unit']}"] + [cell.get(p, "") for p in peers]
+                     + ["" if share is None else f"{share:.2f}", "; ".join(aims)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

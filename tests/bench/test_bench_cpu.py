@@ -67,6 +67,13 @@ def test_rows_of_a_later_piece_replace_the_earlier_ones(tmp_path):
     assert {"row", "unit", "value", "peer", "peer_value", "ratio", "limit", "share", "runs"} <= set(rows[0])
 
 
+def test_the_wide_table_has_a_column_for_each_peer():
+    rows = [table.row("x", "ms", [2], "p", [4], high=False, limit=1, aim=table.at_least(3)), table.row("x", "ms", [2], "q", None, high=False),
+            table.row("y", "GB/s", [50])]
+    assert table.markdown(rows).splitlines()[2:] == ["| x | 2 ms | 4 (2.00x) | not reached | 0.50 | >= 3x p: **missed** |",
+                                                     "| y | 50 GB/s |  |  |  |  |"]
+
+
 def test_gaps_are_counted_by_stream_within_the_span():
     events = ["1.00 0", "1.01 1", "1.10 0", "1.21 1", "1.50 0", "9.00 1"]
     assert bench_cpu.gaps(events, 1.05, 2.0) == pytest.approx([100, 200, 400])
