@@ -4,6 +4,7 @@
  *
  *   request.c   PRECONTENT handler: body read, clients' X-Kvgate-* dropped, ctx made
  *   prompt.c    body -> JSON -> ids -> chain; touches no nginx object of the request, so that it may run in a thread
+ *   limit.c     429 where its key has sent too much
  *   lookup.c    who shall serve it: Redis' answer (redis.c), else rendezvous hashing over the known workers (shared.c)
  *   request.c   ids appended to the body, headers set, phases resumed
  *   balancer.c  connects to the chosen worker; the retry rule
@@ -25,6 +26,7 @@
 #include "libprompt/json.h"
 #include "libprompt/prompt.h"
 #include "redis-schemas/keys.h"
+#include "redis-schemas/limit.h"
 #include "redis-schemas/route.h"
 #include "redis-schemas/url.h"
 
@@ -72,8 +74,19 @@ typedef enum {
     NGX_HTTP_KVGATE_UNPARSED,
     NGX_HTTP_KVGATE_BYPASS,
     NGX_HTTP_KVGATE_REFUSED,
+    NGX_HTTP_KVGATE_LIMITED,
     NGX_HTTP_KVGATE_REASONS
 } ngx_http_kvgate_reason_e;
+
+/* What kvgate_limit said of a request: $kvgate_limit_status. */
+typedef enum {
+    NGX_HTTP_KVGATE_LIMIT_NONE = 0,
+    NGX_HTTP_KVGATE_LIMIT_PASSED,
+    NGX_HTTP_KVGATE_LIMIT_REQUESTS,     /* refused: too many */
+    NGX_HTTP_KVGATE_LIMIT_TOKENS,
+    NGX_HTTP_KVGATE_LIMIT_UNCHECKED,    /* Redis could not be asked */
+    NGX_HTTP_KVGATE_LIMITS
+} ngx_http_kvgate_limit_e;
 
 /* What this gateway's requests had of a worker. `told` are those whose reply said, in its usage, how much of the prompt was
  * cached: of them also what was predicted. */
@@ -156,6 +169,7 @@ typedef struct {
 typedef struct {
     ngx_http_kvgate_pool_t        *pools;
     ngx_atomic_t                   reasons[NGX_HTTP_KVGATE_REASONS];
+    ngx_atomic_t                   limits[NGX_HTTP_KVGATE_LIMITS];
     ngx_http_kvgate_times_t        tokenize;
     ngx_http_kvgate_times_t        lookup;
 } ngx_http_kvgate_shared_t;
@@ -185,10 +199,18 @@ typedef struct {
 } ngx_http_kvgate_main_conf_t;
 
 typedef struct {
+    ngx_http_complex_value_t       key;
+    ngx_str_t                      name;
+    struct kvg_limit_rate          requests;    /* rate 0: not limited */
+    struct kvg_limit_rate          tokens;
+} ngx_http_kvgate_limit_t;
+
+typedef struct {
     ngx_uint_t                     mode;
     ngx_array_t                   *bypass;      /* of ngx_http_complex_value_t */
     ngx_http_complex_value_t      *salt;
     ngx_flag_t                     priority;
+    ngx_http_kvgate_limit_t       *limit;
 } ngx_http_kvgate_loc_conf_t;
 
 typedef struct {
@@ -217,6 +239,7 @@ typedef struct {
     struct kvg_str                 salt;        /* the operator's */
     int64_t                        now;
     ngx_flag_t                     priority;    /* 0: the client's is overridden */
+    ngx_flag_t                     count;       /* 1: tokens of all prompts are counted */
     ngx_flag_t                     append;      /* 0: nothing is appended (observe) */
     ngx_buf_t                    **slices;      /* memory buffers of the body, in order … */
     ngx_uint_t                     n_slices;
@@ -233,7 +256,8 @@ typedef struct {
     struct kvg_error               error;
     ngx_http_kvgate_model_t       *model;       /* NULL unless known */
     size_t                         n_prompts;
-    size_t                         n_ids;
+    size_t                         n_ids;       /* of the first */
+    ngx_uint_t                     all_tokens;  /* of all, where they are counted */
     struct kvg_hash               *chain;       /* [n_blocks], in keep */
     size_t                         n_blocks;
     size_t                         cut;         /* bytes of the body before its final brace */
@@ -249,7 +273,10 @@ typedef struct {
     ngx_http_request_t            *request;
     ngx_uint_t                     mode;        /* of the location that made it */
     ngx_http_kvgate_prompt_t       prompt;
-    ngx_http_kvgate_call_t        *lookup;      /* a query under way */
+    ngx_http_kvgate_call_t        *lookup;      /* a query under way, of kvgate_limit or of the choice */
+    ngx_http_kvgate_limit_e        limit;
+    ngx_http_kvgate_reason_e       failure;     /* of Redis when the limit was asked; NONE: it answered, or was not asked */
+    struct kvg_limit_reply         left;        /* where limit is neither NONE nor UNCHECKED */
     ngx_http_kvgate_reason_e       reason;
     size_t                         hit_tokens;  /* predicted for the first candidate */
     ngx_uint_t                     lookup_microseconds;
@@ -270,6 +297,7 @@ typedef struct {
 
     unsigned                       routed:1;    /* candidates are for use, not only for the log */
     unsigned                       done:1;      /* the handler has nothing left to do */
+    unsigned                       prompted:1;  /* it has a prompt to look at */
     unsigned                       waiting:1;   /* for a thread or for Redis */
     unsigned                       in_thread:1;
     unsigned                       rewritten:1; /* the body is ours at the moment */
@@ -284,6 +312,8 @@ ngx_int_t ngx_http_kvgate_handler(ngx_http_request_t *r);
 ngx_http_kvgate_ctx_t *ngx_http_kvgate_ctx(ngx_http_request_t *r);
 /* Continues a request whose worker is chosen (ctx->reason is set). */
 void ngx_http_kvgate_decided(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* Continues a request of which kvgate_limit is asked (ctx->limit is set). */
+void ngx_http_kvgate_limited(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 uint64_t ngx_http_kvgate_microseconds(void);
 
 /* rewrite.c: what the upstream is sent. Both may be called again, also after an internal redirect. */
@@ -294,6 +324,16 @@ ngx_int_t ngx_http_kvgate_set_body(ngx_http_request_t *r, ngx_http_kvgate_ctx_t 
 void ngx_http_kvgate_prompt_run(ngx_http_kvgate_prompt_t *prompt);
 /* The model of that name or alias, or NULL. */
 ngx_http_kvgate_model_t *ngx_http_kvgate_find_model(const ngx_http_kvgate_main_conf_t *conf, struct kvg_str name, ngx_uint_t *aliased);
+
+/* limit.c */
+char *ngx_http_kvgate_limit(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
+/* Asks whether the location's limit lets the request pass: NGX_OK when ctx->limit is set (NONE: there is no limit), NGX_AGAIN when
+ * ngx_http_kvgate_limited will be called later, NGX_ERROR. */
+ngx_int_t ngx_http_kvgate_limit_ask(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* x-ratelimit-* of a reply to come. */
+ngx_int_t ngx_http_kvgate_limit_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* Sends the 429. */
+ngx_int_t ngx_http_kvgate_limit_refuse(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 
 /* lookup.c */
 /* Starts to choose a worker: NGX_OK when that is done, NGX_AGAIN when ngx_http_kvgate_decided will be called later. */
@@ -311,6 +351,9 @@ void ngx_http_kvgate_redis_exit(void);
 /* Asks route.lua. handler is called once: with the reply, or with NULL and REDIS_TIMEOUT, REDIS_DOWN or REDIS_ERROR. Returns NULL
  * (handler is not called) and *failure where the query cannot even be sent. */
 ngx_http_kvgate_call_t *ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler,
+                                                      void *data, ngx_http_kvgate_reason_e *failure);
+/* The same with limit.lua. */
+ngx_http_kvgate_call_t *ngx_http_kvgate_redis_limit(const struct kvg_limit_query *query, ngx_http_kvgate_reply_pt handler,
                                                       void *data, ngx_http_kvgate_reason_e *failure);
 /* The handler will not be called any more. */
 void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
@@ -392,6 +435,7 @@ ngx_int_t ngx_http_kvgate_models(ngx_http_request_t *r);
 
 /* variables.c */
 extern const ngx_str_t  ngx_http_kvgate_reasons[NGX_HTTP_KVGATE_REASONS];
+extern const ngx_str_t  ngx_http_kvgate_limits[NGX_HTTP_KVGATE_LIMITS];
 ngx_int_t ngx_http_kvgate_add_variables(ngx_conf_t *cf);
 
 /* status.c: what is shown, as JSON, for Prometheus and as a page; metrics.c writes the second */

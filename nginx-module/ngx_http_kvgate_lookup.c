@@ -430,6 +430,12 @@ ngx_http_kvgate_lookup(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 
     conf = ngx_http_get_module_main_conf(r, ngx_http_kvgate_module);
 
+    if (ctx->failure) {
+        ctx->reason = ctx->failure;  /* a request waits for Redis once */
+        ngx_http_kvgate_candidates(r, ctx, NULL);
+        return NGX_OK;
+    }
+
     ngx_memzero(&query, sizeof(query));
     query.prefix = (char *) conf->redis_prefix.data;
     query.model = ctx->prompt.model->name;

@@ -210,6 +210,13 @@ ngx_http_kvgate_metrics(struct kvg_buf *buf, ngx_http_kvgate_main_conf_t *conf)
                        (unsigned long) conf->shared->reasons[i]);
     }
 
+    ngx_http_kvgate_head(buf, "limit_total", "counter", "What kvgate_limit said: passed, refused for requests or tokens, or unchecked.");
+
+    for (i = NGX_HTTP_KVGATE_LIMIT_PASSED; i < NGX_HTTP_KVGATE_LIMITS; i++) {
+        kvg_buf_printf(buf, "kvgate_nginx_limit_total{status=\"%s\"} %lu\n", (const char *) ngx_http_kvgate_limits[i].data,
+                       (unsigned long) conf->shared->limits[i]);
+    }
+
     ngx_http_kvgate_metrics_times(buf, "tokenize_seconds", "Body to chain.", &conf->shared->tokenize);
     ngx_http_kvgate_metrics_times(buf, "lookup_seconds", "Waiting for Redis.", &conf->shared->lookup);
     m.buf = buf;

@@ -48,6 +48,13 @@ static ngx_command_t  ngx_http_kvgate_commands[] = {
       offsetof(ngx_http_kvgate_loc_conf_t, salt),
       NULL },
 
+    { ngx_string("kvgate_limit"),
+      NGX_HTTP_MAIN_CONF|NGX_HTTP_SRV_CONF|NGX_HTTP_LOC_CONF|NGX_CONF_1MORE,
+      ngx_http_kvgate_limit,
+      NGX_HTTP_LOC_CONF_OFFSET,
+      0,
+      NULL },
+
     { ngx_string("kvgate_priority"),
       NGX_HTTP_MAIN_CONF|NGX_HTTP_SRV_CONF|NGX_HTTP_LOC_CONF|NGX_CONF_FLAG,
       ngx_conf_set_flag_slot,
@@ -243,6 +250,7 @@ ngx_http_kvgate_create_loc_conf(ngx_conf_t *cf)
     lcf->mode = NGX_CONF_UNSET_UINT;
     lcf->bypass = NGX_CONF_UNSET_PTR;
     lcf->priority = NGX_CONF_UNSET;
+    lcf->limit = NGX_CONF_UNSET_PTR;
 
     return lcf;
 }
@@ -259,6 +267,7 @@ ngx_http_kvgate_merge_loc_conf(ngx_conf_t *cf, void *parent, void *child)
     ngx_conf_merge_uint_value(conf->mode, prev->mode, NGX_HTTP_KVGATE_OFF);
     ngx_conf_merge_ptr_value(conf->bypass, prev->bypass, NULL);
     ngx_conf_merge_value(conf->priority, prev->priority, 0);
+    ngx_conf_merge_ptr_value(conf->limit, prev->limit, NULL);
 
     if (conf->salt == NULL) {
         conf->salt = prev->salt;

@@ -246,6 +246,22 @@ ngx_http_kvgate_tail(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body, c
 }
 
 
+/* The tokens of the second and later prompts. */
+static void
+ngx_http_kvgate_count_others(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body)
+{
+    size_t            i;
+    struct kvg_ids    ids;
+    struct kvg_error  err;
+
+    for (i = 1; i < p->n_prompts; i++) {
+        if (kvg_prompt_ids(p->model->prompt, p->endpoint, body, i, p->now, &p->work, &ids, &err) == KVG_OK) {
+            p->all_tokens += ids.n;
+        }
+    }
+}
+
+
 static void
 ngx_http_kvgate_prompt_parsed(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body)
 {
@@ -267,6 +283,11 @@ ngx_http_kvgate_prompt_parsed(ngx_http_kvgate_prompt_t *p, const struct kvg_json
     }
 
     p->n_ids = ids.n;
+    p->all_tokens = ids.n;
+
+    if (p->count) {
+        ngx_http_kvgate_count_others(p, body);
+    }
 
     /* Several prompts are routed by the first; the worker tokenizes them. */
     if (ngx_http_kvgate_tail(p, body, p->n_prompts == 1 ? &ids : NULL, aliased) != KVG_OK) {

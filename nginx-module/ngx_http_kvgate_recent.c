@@ -133,7 +133,7 @@ ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
     ngx_http_kvgate_prompt_t     *p = &ctx->prompt;
     ngx_http_kvgate_main_conf_t  *conf;
 
-    if (p->n_ids == 0) {
+    if (p->n_ids == 0 || ctx->reason == NGX_HTTP_KVGATE_LIMITED) {
         return;
     }
 

@@ -550,7 +550,7 @@ ngx_http_kvgate_redis_poll(void)
 }
 
 
-/* ---- route queries ---- */
+/* ---- queries of requests ---- */
 
 static void
 ngx_http_kvgate_redis_timer(ngx_event_t *ev)
@@ -567,12 +567,10 @@ ngx_http_kvgate_redis_timer(ngx_event_t *ev)
 }
 
 
-ngx_http_kvgate_call_t *
-ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler, void *data,
-    ngx_http_kvgate_reason_e *failure)
+/* A call for a request, unless there is nobody to ask. */
+static ngx_http_kvgate_call_t *
+ngx_http_kvgate_redis_ask(enum kvg_script_id script, ngx_http_kvgate_reply_pt handler, void *data, ngx_http_kvgate_reason_e *failure)
 {
-    ngx_http_kvgate_call_t  *call;
-
     *failure = NGX_HTTP_KVGATE_REDIS_DOWN;
 
     if (redis.context == NULL) {
@@ -584,14 +582,15 @@ ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate
         return NULL;
     }
 
-    call = ngx_http_kvgate_call_create(KVG_SCRIPT_ROUTE, handler, data);
-    if (call == NULL) {
-        return NULL;
-    }
+    return ngx_http_kvgate_call_create(script, handler, data);
+}
 
-    if (kvg_route_argv(query, &call->arena, &call->argc, &call->argv, &call->argv_len) != KVG_OK
-        || ngx_http_kvgate_call_send(call) != NGX_OK)
-    {
+
+/* Sends it with its timer; rc is that of making its arguments. */
+static ngx_http_kvgate_call_t *
+ngx_http_kvgate_redis_send(ngx_http_kvgate_call_t *call, int rc)
+{
+    if (rc != KVG_OK || ngx_http_kvgate_call_send(call) != NGX_OK) {
         ngx_http_kvgate_call_free(call);
         return NULL;
     }
@@ -604,6 +603,30 @@ ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate
     ngx_add_timer(&call->timer, redis.conf->redis_timeout);
 
     return call;
+}
+
+
+ngx_http_kvgate_call_t *
+ngx_http_kvgate_redis_route(const struct kvg_route_query *query, ngx_http_kvgate_reply_pt handler, void *data,
+    ngx_http_kvgate_reason_e *failure)
+{
+    ngx_http_kvgate_call_t  *call;
+
+    call = ngx_http_kvgate_redis_ask(KVG_SCRIPT_ROUTE, handler, data, failure);
+
+    return call ? ngx_http_kvgate_redis_send(call, kvg_route_argv(query, &call->arena, &call->argc, &call->argv, &call->argv_len)) : NULL;
+}
+
+
+ngx_http_kvgate_call_t *
+ngx_http_kvgate_redis_limit(const struct kvg_limit_query *query, ngx_http_kvgate_reply_pt handler, void *data,
+    ngx_http_kvgate_reason_e *failure)
+{
+    ngx_http_kvgate_call_t  *call;
+
+    call = ngx_http_kvgate_redis_ask(KVG_SCRIPT_LIMIT, handler, data, failure);
+
+    return call ? ngx_http_kvgate_redis_send(call, kvg_limit_argv(query, &call->arena, &call->argc, &call->argv, &call->argv_len)) : NULL;
 }
 
 

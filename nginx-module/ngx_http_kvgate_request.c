@@ -1,6 +1,7 @@
 /* The way of a request through the module, up to the point where nginx goes on to proxy_pass.
  *
- *   handler -> (body read) -> body_read -> prompt_run, here or in a thread -> prompt_done -> lookup -> decided -> phases resumed
+ *   handler -> (body read) -> body_read -> prompt_run, here or in a thread -> prompt_done -> limit_ask -> limited -> lookup ->
+ *   decided -> phases resumed
  *
  * The handler is in PRECONTENT, after authentication and limits. While the request waits for a thread or for Redis, its
  * write_event_handler is prompt_done or wait, and a client that leaves is noticed by ngx_http_test_reading.
@@ -108,22 +109,29 @@ ngx_http_kvgate_ends(ngx_str_t *uri, const char *end, size_t len)
 }
 
 
-/* A POST of JSON to an endpoint that takes a prompt. */
 static ngx_uint_t
-ngx_http_kvgate_has_prompt(ngx_http_request_t *r, enum kvg_endpoint *endpoint)
+ngx_http_kvgate_is_json(ngx_http_request_t *r)
 {
     ngx_str_t  *type;
 
-    if (!(r->method & NGX_HTTP_POST) || r->headers_in.content_type == NULL) {
+    if (r->headers_in.content_type == NULL) {
         return 0;
     }
 
     type = &r->headers_in.content_type->value;
 
-    if (type->len < sizeof("application/json") - 1
-        || ngx_strncasecmp(type->data, (u_char *) "application/json", sizeof("application/json") - 1) != 0
-        || (type->len > sizeof("application/json") - 1 && ngx_strchr("; \t", type->data[sizeof("application/json") - 1]) == NULL))
-    {
+    return type->len >= sizeof("application/json") - 1
+           && ngx_strncasecmp(type->data, (u_char *) "application/json", sizeof("application/json") - 1) == 0
+           && (type->len == sizeof("application/json") - 1 || ngx_strchr("; \t", type->data[sizeof("application/json") - 1]) != NULL);
+}
+
+
+/* A POST of JSON to an endpoint that takes a prompt. Workers read bodies whatever their Content-Type says, so where tokens are
+ * limited, no other type passes by that. */
+static ngx_uint_t
+ngx_http_kvgate_has_prompt(ngx_http_request_t *r, ngx_uint_t limited, enum kvg_endpoint *endpoint)
+{
+    if (!(r->method & NGX_HTTP_POST) || !(limited || ngx_http_kvgate_is_json(r))) {
         return 0;
     }
 
@@ -232,14 +240,17 @@ ngx_http_kvgate_decided(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
     r->write_event_handler = ngx_http_core_run_phases;
 
     if (ctx->mode == NGX_HTTP_KVGATE_ON) {
-        if (ctx->reason == NGX_HTTP_KVGATE_REFUSED) {
-            ngx_http_finalize_request(r, ngx_http_kvgate_refuse_prompt(r, &ctx->prompt));
+        if (ctx->reason == NGX_HTTP_KVGATE_REFUSED || ctx->reason == NGX_HTTP_KVGATE_LIMITED) {
+            ngx_http_finalize_request(r, ctx->reason == NGX_HTTP_KVGATE_LIMITED ? ngx_http_kvgate_limit_refuse(r, ctx)
+                                                                                 : ngx_http_kvgate_refuse_prompt(r, &ctx->prompt));
             return;
         }
 
         ctx->routed = ctx->n_candidates != 0;
 
-        if (ngx_http_kvgate_set_body(r, ctx, 1) != NGX_OK || ngx_http_kvgate_set_headers(r, ctx, 1) != NGX_OK) {
+        if (ngx_http_kvgate_set_body(r, ctx, 1) != NGX_OK || ngx_http_kvgate_set_headers(r, ctx, 1) != NGX_OK
+            || ngx_http_kvgate_limit_headers(r, ctx) != NGX_OK)
+        {
             ngx_http_finalize_request(r, NGX_HTTP_INTERNAL_SERVER_ERROR);
             return;
         }
@@ -258,10 +269,56 @@ ngx_http_kvgate_wait(ngx_http_request_t *r)
 
 
 static void
+ngx_http_kvgate_wait_for_redis(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    ctx->waiting = 1;
+    r->read_event_handler = ngx_http_test_reading;
+    r->write_event_handler = ngx_http_kvgate_wait;
+}
+
+
+/* It may be served: by whom? */
+static void
+ngx_http_kvgate_choose(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    ngx_http_kvgate_prompt_t  *p = &ctx->prompt;
+
+    if (!ctx->prompted || p->reason == NGX_HTTP_KVGATE_UNPARSED) {
+        ctx->reason = p->reason;
+
+        if (ctx->prompted) {
+            ngx_log_error(NGX_LOG_INFO, r->connection->log, 0, "kvgate: not routed by its prompt: %s", p->error.message);
+        }
+
+        ngx_http_kvgate_any_worker(r, ctx);
+
+    } else if (ngx_http_kvgate_lookup(r, ctx) == NGX_AGAIN) {
+        ngx_http_kvgate_wait_for_redis(r, ctx);
+        return;
+    }
+
+    ngx_http_kvgate_decided(r, ctx);
+}
+
+
+void
+ngx_http_kvgate_limited(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    if (ctx->limit == NGX_HTTP_KVGATE_LIMIT_REQUESTS || ctx->limit == NGX_HTTP_KVGATE_LIMIT_TOKENS) {
+        ctx->reason = NGX_HTTP_KVGATE_LIMITED;
+        ngx_http_kvgate_decided(r, ctx);
+        return;
+    }
+
+    ngx_http_kvgate_choose(r, ctx);
+}
+
+
+static void
 ngx_http_kvgate_prompt_done(ngx_http_request_t *r)
 {
-    ngx_http_kvgate_ctx_t     *ctx;
-    ngx_http_kvgate_prompt_t  *p;
+    ngx_int_t               rc;
+    ngx_http_kvgate_ctx_t  *ctx;
 
     ctx = ngx_http_kvgate_ctx(r);
 
@@ -269,28 +326,25 @@ ngx_http_kvgate_prompt_done(ngx_http_request_t *r)
         return;
     }
 
-    p = &ctx->prompt;
-
-    if (p->reason != NGX_HTTP_KVGATE_NONE) {
-        ctx->reason = p->reason;
-
-        if (p->reason == NGX_HTTP_KVGATE_UNPARSED) {
-            ngx_log_error(NGX_LOG_INFO, r->connection->log, 0, "kvgate: not routed by its prompt: %s", p->error.message);
-            ngx_http_kvgate_any_worker(r, ctx);
-        }
-
+    if (ctx->prompt.reason == NGX_HTTP_KVGATE_REFUSED) {
+        ctx->reason = ctx->prompt.reason;
         ngx_http_kvgate_decided(r, ctx);
         return;
     }
 
-    if (ngx_http_kvgate_lookup(r, ctx) == NGX_AGAIN) {
-        ctx->waiting = 1;
-        r->read_event_handler = ngx_http_test_reading;
-        r->write_event_handler = ngx_http_kvgate_wait;
+    rc = ngx_http_kvgate_limit_ask(r, ctx);
+
+    if (rc == NGX_AGAIN) {
+        ngx_http_kvgate_wait_for_redis(r, ctx);
         return;
     }
 
-    ngx_http_kvgate_decided(r, ctx);
+    if (rc == NGX_ERROR) {
+        ngx_http_finalize_request(r, NGX_HTTP_INTERNAL_SERVER_ERROR);
+        return;
+    }
+
+    ngx_http_kvgate_limited(r, ctx);
 }
 
 
@@ -426,6 +480,12 @@ ngx_http_kvgate_body_read(ngx_http_request_t *r)
     ctx->prompt.now = ngx_time();
     ctx->prompt.priority = lcf->priority;
     ctx->prompt.append = ctx->mode == NGX_HTTP_KVGATE_ON;
+    ctx->prompt.count = lcf->limit && lcf->limit->tokens.rate > 0;
+
+    if (!ctx->prompted) {
+        ngx_http_kvgate_prompt_done(r);
+        return;
+    }
 
     if (ngx_http_kvgate_slices(r, &ctx->prompt) != NGX_OK) {
         ngx_http_finalize_request(r, NGX_HTTP_INTERNAL_SERVER_ERROR);
@@ -502,7 +562,7 @@ ngx_int_t
 ngx_http_kvgate_handler(ngx_http_request_t *r)
 {
     ngx_int_t                    rc;
-    ngx_uint_t                   bypassed;
+    ngx_uint_t                   bypassed, limited;
     ngx_http_kvgate_ctx_t       *ctx;
     ngx_http_kvgate_loc_conf_t  *lcf;
 
@@ -536,7 +596,10 @@ ngx_http_kvgate_handler(ngx_http_request_t *r)
         return NGX_HTTP_INTERNAL_SERVER_ERROR;
     }
 
-    if (bypassed || !ngx_http_kvgate_has_prompt(r, &ctx->prompt.endpoint)) {
+    limited = lcf->limit && ctx->mode == NGX_HTTP_KVGATE_ON;
+    ctx->prompted = ngx_http_kvgate_has_prompt(r, limited, &ctx->prompt.endpoint);
+
+    if (bypassed || (!ctx->prompted && !(limited && (r->method & NGX_HTTP_POST)))) {
         return ngx_http_kvgate_pass(r, ctx, bypassed);
     }
 

@@ -162,6 +162,13 @@ ngx_http_kvgate_status_write(struct kvg_buf *buf, ngx_http_kvgate_main_conf_t *c
                        (unsigned long) conf->shared->reasons[i]);
     }
 
+    kvg_buf_puts(buf, "},\"limits\":{");
+
+    for (i = NGX_HTTP_KVGATE_LIMIT_PASSED; conf->shared && i < NGX_HTTP_KVGATE_LIMITS; i++) {
+        kvg_buf_printf(buf, "%s\"%s\":%lu", i > NGX_HTTP_KVGATE_LIMIT_PASSED ? "," : "", (const char *) ngx_http_kvgate_limits[i].data,
+                       (unsigned long) conf->shared->limits[i]);
+    }
+
     kvg_buf_puts(buf, "}}\n");
 }
 

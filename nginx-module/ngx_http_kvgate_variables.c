@@ -15,7 +15,17 @@ const ngx_str_t  ngx_http_kvgate_reasons[NGX_HTTP_KVGATE_REASONS] = {
     ngx_string("denied"),
     ngx_string("unparsed"),
     ngx_string("bypass"),
-    ngx_string("refused")
+    ngx_string("refused"),
+    ngx_string("limited")
+};
+
+
+const ngx_str_t  ngx_http_kvgate_limits[NGX_HTTP_KVGATE_LIMITS] = {
+    ngx_string(""),
+    ngx_string("passed"),
+    ngx_string("requests"),
+    ngx_string("tokens"),
+    ngx_string("unchecked")
 };
 
 
@@ -108,6 +118,15 @@ ngx_http_kvgate_reason_word(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, n
 
 
 static ngx_int_t
+ngx_http_kvgate_limit_word(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_str_t *value)
+{
+    *value = ngx_http_kvgate_limits[ctx->limit];
+
+    return NGX_OK;
+}
+
+
+static ngx_int_t
 ngx_http_kvgate_chain_hex(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_str_t *value)
 {
     return ctx->prompt.n_blocks ? ngx_http_kvgate_chain_value(r, ctx, value) : NGX_OK;
@@ -149,6 +168,7 @@ static ngx_http_kvgate_variable_t  ngx_http_kvgate_variables[] = {
     { ngx_string("kvgate_prompt_tokens"), ngx_http_kvgate_prompt_tokens },
     { ngx_string("kvgate_hit_tokens"), ngx_http_kvgate_hit_tokens },
     { ngx_string("kvgate_reason"), ngx_http_kvgate_reason_word },
+    { ngx_string("kvgate_limit_status"), ngx_http_kvgate_limit_word },
     { ngx_string("kvgate_chain"), ngx_http_kvgate_chain_hex },
     { ngx_string("kvgate_tokenize_time"), ngx_http_kvgate_tokenize_time },
     { ngx_string("kvgate_lookup_time"), ngx_http_kvgate_lookup_time }

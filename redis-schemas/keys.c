@@ -65,6 +65,11 @@ int kvg_key_own(char *out, const char *prefix, const char *model, const struct k
     return snprintf(out, KVG_KEY_MAX, "%s{%s}:own:%02x%02x", prefix, model, hash->bytes[0], hash->bytes[1]);
 }
 
+int kvg_key_limit(char *out, const char *prefix, const char *id)
+{
+    return snprintf(out, KVG_KEY_MAX, "%slimit:{%s}", prefix, id);
+}
+
 const struct kvg_script *kvg_script(enum kvg_script_id id)
 {
     static const struct kvg_script scripts[KVG_SCRIPT_COUNT] = {
@@ -76,6 +81,7 @@ const struct kvg_script *kvg_script(enum kvg_script_id id)
         [KVG_SCRIPT_FORGET] = {"forget", script_forget, script_forget_len, SCRIPT_FORGET_SHA1},
         [KVG_SCRIPT_HOLDS] = {"holds", script_holds, script_holds_len, SCRIPT_HOLDS_SHA1},
         [KVG_SCRIPT_OWNERS] = {"owners", script_owners, script_owners_len, SCRIPT_OWNERS_SHA1},
+        [KVG_SCRIPT_LIMIT] = {"limit", script_limit, script_limit_len, SCRIPT_LIMIT_SHA1},
     };
     return &scripts[id];
 }

@@ -22,6 +22,8 @@ int kvg_key_leases(char *out, const char *prefix, const char *model);
 int kvg_key_load(char *out, const char *prefix, const char *model);
 int kvg_key_worker(char *out, const char *prefix, const char *model, const char *worker_id);
 int kvg_key_own(char *out, const char *prefix, const char *model, const struct kvg_hash *hash); /* by its first 4 hex digits */
+/* KEYS[1] of limit.lua; id: 40 hex digits. */
+int kvg_key_limit(char *out, const char *prefix, const char *id);
 /* "kvgate:{m}:" alone: the scripts build the names of own buckets from it. */
 int kvg_key_base(char *out, const char *prefix, const char *model);
 
@@ -41,6 +43,7 @@ enum kvg_script_id {
     KVG_SCRIPT_FORGET,
     KVG_SCRIPT_HOLDS,
     KVG_SCRIPT_OWNERS,
+    KVG_SCRIPT_LIMIT,
     KVG_SCRIPT_COUNT
 };
 const struct kvg_script *kvg_script(enum kvg_script_id id);

@@ -66,6 +66,13 @@ REFUSED = {
     "zone's size": (dict(edits=[(r"kvgate_zone kvgate:1m", "kvgate_zone kvgate:16k")]), r'kvgate_zone "kvgate:16k" is too small'),
     "allow": (dict(http="kvgate_allow 10.0.0.0/8 everywhere;"), r'invalid parameter "everywhere"'),
     "alpha": (dict(http="kvgate_alpha many;"), r'kvgate_alpha "many" must be a number'),
+    "limit without a key": (dict(location="kvgate_limit requests=1r/s;"), r'"kvgate_limit" directive needs a "key="'),
+    "limit of nothing": (dict(location="kvgate_limit key=$uri;"), r'"kvgate_limit" directive needs "requests=" or "tokens="'),
+    "limit's rate": (dict(location="kvgate_limit key=$uri requests=1r/y;"), r'invalid parameter "requests=1r/y"'),
+    "limit's number": (dict(location="kvgate_limit key=$uri tokens=0/m;"), r'invalid parameter "tokens=0/m"'),
+    "limit's burst": (dict(location="kvgate_limit key=$uri tokens=5/m burst_tokens=x;"), r'invalid parameter "burst_tokens=x"'),
+    "limit's parameter": (dict(location="kvgate_limit key=$uri speed=5;"), r'invalid parameter "speed=5"'),
+    "limit twice": (dict(location="kvgate_limit key=$uri requests=1r/s; kvgate_limit off;"), r'"kvgate_limit" directive is duplicate'),
     "balance twice": (dict(upstream="kvgate_balance;"), r'"kvgate_balance" directive is duplicate'),
 }
 

@@ -1,4 +1,5 @@
 """The commands of redis-schemas/README.md, run exactly as they are printed (a redis-cli on PATH adds the test's port)."""
+import hashlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import threading
 import pytest
 
 from conftest import ROOT
-from schemas import FakeWorker, Schemas, random_chain
+from schemas import FakeWorker, Schemas, random_chain, source
 from stack import Redis
 
 README = open(os.path.join(ROOT, "redis-schemas/README.md"), encoding="utf-8").read()
@@ -101,6 +102,12 @@ def test_what_is_agreed_on_and_who_is_connected(world):
 def test_is_redis_set_up_well(world):
     lines = run(world, "maxmemory-policy").splitlines()
     assert lines[:3] == ["maxmemory-policy", "noeviction", "listpack"] and int(lines[3]) > 0
+
+
+def test_what_has_a_key_used(world):
+    key = "kvgate:limit:{%s}" % hashlib.sha1(b":Bearer sk-1").hexdigest()
+    world["schemas"].client.eval(source("limit"), 1, key, 300, 1, 60, 100, 6000, "1000")
+    assert run(world, "kvgate:limit").split() == ["at", "1000.000000", "requests", "1", "tokens", "300"]
 
 
 def test_forget_a_worker(world):
