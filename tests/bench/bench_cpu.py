@@ -8,7 +8,8 @@ build/bench-cpu.json row by row, so that the whole can be run in pieces:
     ROWS=decode MODELS=smol make bench-cpu
 
 Variables: ROWS (of: decode prefill clients prefix beside start), MODELS (of: smol qwen05 qwen15), PEERS (of: llama bench vllm), RUNS (3),
-THREADS (2), CLIENTS (1,4,16,32). vLLM needs minutes to start: `bench_cpu.py hold MODEL` leaves it running for such pieces, `release
+THREADS (2), CLIENTS (1,4,16,32), PROMPTS (512,2048: of the prefill rows), FLASH (on or off: llama-server's
+attention; both are tried otherwise). vLLM needs minutes to start: `bench_cpu.py hold MODEL` leaves it running for such pieces, `release
 MODEL` ends it; `table` prints what the file holds.
 """
 import contextlib
@@ -40,6 +41,10 @@ def listed(name, known):
         if value not in known:
             sys.exit(f"bench-cpu: {name}: {value} is none of {' '.join(known)}")
     return values
+
+
+def numbers(name, default):
+    return [int(n) for n in os.environ.get(name, default).replace(",", " ").split()]
 
 
 # ---- limits ----
@@ -202,7 +207,7 @@ class Bench:
     def __init__(self, model, peers, runs):
         self.model, self.peers, self.runs, self.rows = model, peers, runs, []
         self.prompts, self.limits, self.missing = Prompts(model), Limits(model), {}
-        self.stack, self.started = contextlib.ExitStack(), {}
+        self.stack, self.started, self.flash = contextlib.ExitStack(), {}, {}
 
     def close(self):
         self.stack.close()
@@ -230,14 +235,36 @@ class Bench:
             self.started[key] = engine
         return self.started[key]
 
-    def engines(self, sequences, context):
-        """{label: engine} of kvgate and the server peers that run, and the labels of those wanted but missing."""
+    def llama(self, sequences, context, trial):
+        """llama-server with that kind of attention that does better in trial(engine), which is tried at the first use."""
+        key = (sequences, context)
+        if "FLASH" in os.environ:
+            self.flash[key] = os.environ["FLASH"]
+        if key not in self.flash:
+            rates = {}
+            for flash in ("on", "off"):
+                engine = self.engine(("llama", *key, flash), lambda flash=flash: Llama(self.model, sequences, context, flash))
+                if engine is None:
+                    return None
+                self.settle()
+                trial(engine)  # the first pass of all faults its memory in
+                rates[flash] = trial(engine)
+            self.flash[key] = max(rates, key=rates.get)
+            self.say(f"llama-server -np {sequences}: -fa on {rates['on']:.4g}, off {rates['off']:.4g}")
+        flash = self.flash[key]
+        return self.engine(("llama", *key, flash), lambda: Llama(self.model, sequences, context, flash))
+
+    def engines(self, sequences, context, trial):
+        """{label: engine} of kvgate and the server peers that run, and the labels of those wanted but missing.
+
+        llama-server runs with so many sequences of so much context, and with what makes trial(engine), a rate, higher.
+        """
         out = {"kvgate": self.engine(("kvgate",), lambda: Kvgate(self.model))}
         if out["kvgate"] is None:
             sys.exit(f"bench-cpu: kvgate does not start: {self.missing[('kvgate',)]}")
         wanted = {}
         if "llama" in self.peers:
-            wanted["llama-server"] = self.engine(("llama", sequences, context), lambda: Llama(self.model, sequences, context))
+            wanted["llama-server"] = self.llama(sequences, context, trial)
         if "vllm" in self.peers:
             wanted["vLLM-CPU"] = self.engine(("vllm",), lambda: Vllm(self.model))
         out.update({k: v for k, v in wanted.items() if v})
@@ -275,13 +302,20 @@ class Bench:
         if own_aim or not peers + missing:
             self.rows.append(table.row(name, unit, own, None, None, high, limit, own_aim))
 
+    def flush(self):
+        """Prints and keeps what was measured so far."""
+        if self.rows:
+            table.merge(FILE, self.rows)
+            print(table.text(self.rows) + "\n", flush=True)
+        self.rows = []
+
     def against_all(self, labels, ratio):
         return {label: at_least(ratio) for label in labels}
 
     def decode(self):
         limit, rates = self.limits.decode(), {}
         for n in (1, 8):
-            engines, missing = self.engines(8 if n > 1 else 1, 512)
+            engines, missing = self.engines(n, 512, lambda e: decode(e, [self.prompts.take(32) for _ in range(n)]))
             batch = [[self.prompts.take(32) for _ in range(n)] for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: decode(e, batch[run])) for k, e in engines.items()}
             settings = {k: e.settings for k, e in engines.items()}
@@ -310,8 +344,8 @@ class Bench:
         contestants["llama-bench"] = lambda: llama_bench(self.model, n_prompt, n_new)
 
     def prefill(self):
-        for n in (512, 2048):
-            engines, missing = self.engines(1, 4096)
+        for n in numbers("PROMPTS", "512,2048"):
+            engines, missing = self.engines(1, 2560 + n, lambda e: 1 / first_token(e, self.prompts.take(n))[0])
             batch = [self.prompts.take(n) for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: n / first_token(e, batch[run])[0]) for k, e in engines.items()}
             if "bench" in self.peers:
@@ -319,10 +353,11 @@ class Bench:
             results = self.measure(f"prefill {n}", contestants)
             self.add(f"prefill {n}", "tokens/s", results, None, missing, {k: e.settings for k, e in engines.items()}, limit=self.limits.prefill(),
                      aims={"vLLM-CPU": at_least(1.2)} if n == 2048 else None)
+            self.flush()
 
     def clients(self):
-        for n in (int(x) for x in os.environ.get("CLIENTS", "1,4,16,32").replace(",", " ").split()):
-            engines, missing = self.engines(32, 512)
+        for n in numbers("CLIENTS", "1,4,16,32"):
+            engines, missing = self.engines(32, 512, lambda e: decode(e, [self.prompts.take(64) for _ in range(8)]))
             shared = [self.prompts.take(256) for _ in range(self.runs)]
             own = [[self.prompts.take(64) for _ in range(max(n, 4))] for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: clients(e, n, shared[run], own[run])) for k, e in engines.items()}
@@ -333,9 +368,10 @@ class Bench:
             self.add(f"{n} clients", "tokens/s", results, "rate", missing, settings, limit=self.limits.company(n, 64, 64), aims=aims)
             for metric, label in (("ttft_p50", "TTFT p50"), ("ttft_p95", "TTFT p95"), ("gap_p50", "inter-token p50"), ("gap_p95", "inter-token p95")):
                 self.add(f"{n} clients, {label}", "ms", results, metric, missing, settings, high=False)
+            self.flush()
 
     def prefix(self):
-        engines, missing = self.engines(2, 4096)
+        engines, missing = self.engines(2, 4096, lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
         sets = [(self.prompts.take(2048), self.prompts.take(16), self.prompts.take(16)) for _ in range(self.runs)]
         results = self.measure("2k prefix", {k: self.once(lambda run, e=e: prefix(e, *sets[run])) for k, e in engines.items()})
         settings = {k: e.settings for k, e in engines.items()}
@@ -345,7 +381,7 @@ class Bench:
                  aims=self.against_all(("llama-server", "vLLM-CPU"), 2), own_aim=("<= 2 steps + 3 ms", lambda r: r["value"] <= limit))
 
     def beside(self):
-        engines, missing = self.engines(5, self.model.context)
+        engines, missing = self.engines(5, self.model.context, lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
         n = min(8192, self.model.context) - 64
         sets = [([self.prompts.take(32) for _ in range(4)], self.prompts.take(n), self.prompts.take(n)) for _ in range(self.runs)]
         results = self.measure(f"4 streams beside a prefill of {n}", {k: self.once(lambda run, e=e: beside(e, *sets[run])) for k, e in engines.items()})
@@ -364,7 +400,7 @@ class Bench:
         with open(self.model.path, "rb") as f:
             while f.read(1 << 24):
                 pass
-        engines, missing = self.engines(1, 4096)
+        engines, missing = self.engines(1, 4096, lambda e: 1)
         ids = self.prompts.take(2048)
         kvgate_kv = 1 << 30
 
@@ -391,12 +427,12 @@ def run():
     peers, runs = listed("PEERS", ("llama", "bench", "vllm")), int(os.environ.get("RUNS", "3"))
     for key in models:
         bench = Bench(MODELS[key], peers, runs)
+        bench.rows = bench.limits.rows(bench.model)
+        bench.flush()
         try:
             for name in rows:
-                bench.rows = bench.limits.rows(bench.model)
                 getattr(bench, name)()
-                table.merge(FILE, bench.rows)
-                print(table.text(bench.rows) + "\n", flush=True)
+                bench.flush()
         finally:
             bench.close()
     print(f"bench-cpu: {time.monotonic() - start:.0f} s; {os.path.relpath(FILE, ROOT)}")

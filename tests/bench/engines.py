@@ -7,6 +7,7 @@
 A peer that is not installed (`make peers`) says so by missing(). vLLM needs minutes to start: hold() leaves one running for further
 runs, release() ends it.
 """
+import ctypes
 import dataclasses
 import json
 import os
@@ -88,6 +89,12 @@ def tree(pid):
     return out
 
 
+def die_with_parent():
+    """In a child before exec: the kernel kills it when the benchmark ends in whatever way."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 class Engine(Process):
     """A server of completions. Subclasses give command(); `settings` is what the table says of it."""
 
@@ -113,14 +120,14 @@ class Engine(Process):
         except (OSError, urllib.error.URLError):
             return False
 
-    def start(self, timeout=None):
-        """Starts the server and waits until it serves; `ready` is how many seconds that took."""
+    def start(self, timeout=None, outlive=False):
+        """Starts the server and waits until it serves; `ready` is how many seconds that took. outlive: it may run on after this process."""
         if why := self.missing():
             raise Missing(why)
         start = time.monotonic()
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(self.command(), cwd=self.cwd, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, stdout=log,
-                                            stderr=log, start_new_session=True)
+                                            stderr=log, start_new_session=True, preexec_fn=None if outlive else die_with_parent)
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > start + (timeout or self.start_limit):
                 text = self.log()[-3000:]
@@ -194,35 +201,38 @@ class Kvgate(Engine):
 
 
 class Llama(Engine):
-    """llama.cpp's server. Its context is shared out among its sequences at start, so that their number is its best for the row at hand."""
+    """llama.cpp's server. Its context is shared out among its sequences at start, so that their number is its best for the row at hand.
+
+    flash: its attention; "on" is faster in long prompts, "off" in decoding behind them. LLAMA_BIN names another build's folder.
+    """
 
     name, label = "llama", "llama-server"
-    bin = os.path.join(PEERS, "llama.cpp", "bin")
+    bin = os.environ.get("LLAMA_BIN", os.path.join(PEERS, "llama.cpp", "bin"))
 
-    def __init__(self, model, sequences, context, *flags):
+    def __init__(self, model, sequences, context, flash="off"):
         super().__init__(model)
-        self.sequences, self.context = sequences, context
-        self.flags = flags or ("-fa", "off")
-        self.settings = f"-t {THREADS} -np {sequences} -c {sequences * context} {' '.join(self.flags)}, else defaults"
+        self.sequences, self.context, self.flash = sequences, context, flash
+        self.env = {"LD_LIBRARY_PATH": self.bin}
+        self.settings = f"-t {THREADS} -np {sequences} -c {sequences * context} -fa {flash}, else defaults"
 
     def missing(self):
         return None if os.path.exists(os.path.join(self.bin, "llama-server")) else "llama-server is not installed (make peers)"
 
     def command(self):
         return [os.path.join(self.bin, "llama-server"), "-m", self.model.path, "--alias", self.model_name, "--host", "127.0.0.1", "--port",
-                str(self.port), "-t", str(THREADS), "-np", str(self.sequences), "-c", str(self.sequences * self.context), *self.flags]
+                str(self.port), "-t", str(THREADS), "-np", str(self.sequences), "-c", str(self.sequences * self.context), "-fa", self.flash]
 
 
-def llama_bench(model, n_prompt, n_new, flash="0"):
-    """Tokens a second by llama.cpp's own benchmark, without a server."""
+def llama_bench(model, n_prompt, n_new):
+    """Tokens a second by llama.cpp's own benchmark, without a server: the better of its two kinds of attention."""
     program = os.path.join(Llama.bin, "llama-bench")
     if not os.path.exists(program):
         raise Missing("llama-bench is not installed (make peers)")
-    done = subprocess.run([program, "-m", model.path, "-t", str(THREADS), "-fa", flash, "-p", str(n_prompt), "-n", str(n_new), "-r", "1", "-o",
-                           "json"], capture_output=True, text=True, check=False)
+    done = subprocess.run([program, "-m", model.path, "-t", str(THREADS), "-fa", "0,1", "-p", str(n_prompt), "-n", str(n_new), "-r", "1", "-o",
+                           "json"], capture_output=True, text=True, check=False, env={**os.environ, "LD_LIBRARY_PATH": Llama.bin})
     if done.returncode:
         raise RuntimeError(f"llama-bench: {done.stderr[-2000:]}")
-    return json.loads(done.stdout)[0]["avg_ts"]
+    return max(result["avg_ts"] for result in json.loads(done.stdout))
 
 
 class Vllm(Engine):
@@ -262,7 +272,7 @@ class Vllm(Engine):
                 "--port", str(self.port), "--dtype", "bfloat16", "--max-model-len", str(min(self.model.context, 8192)), "--max-num-seqs", "32",
                 "--enable-prefix-caching"]
 
-    def start(self, timeout=None):
+    def start(self, timeout=None, outlive=False):
         """Takes the one that hold() left running, if there is one."""
         if os.path.exists(self.state):
             with open(self.state, encoding="utf-8") as f:
@@ -273,14 +283,14 @@ class Vllm(Engine):
                 return self
             os.unlink(self.state)
             self.port = free_port()
-        return super().start(timeout)
+        return super().start(timeout, outlive)
 
     @property
     def pid(self):
         return self.held_pid if self.held else self.process.pid
 
     def hold(self):
-        self.start()
+        self.start(outlive=True)
         if not self.held:
             os.makedirs(os.path.dirname(self.state), exist_ok=True)
             with open(self.state, "w", encoding="utf-8") as f:
