@@ -74,6 +74,8 @@ static const struct flag flags[] = {
      "auto takes a CUDA device where this build and machine have one; default auto"},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
     {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512|amx", "instruction set of the CPU kernels; default auto"},
+    {"cpu-arithmetic", CHOICE, AT(cpu_arithmetic), "auto|int8|int16",
+     "what activations are rounded to before products with quantized weights; default auto: int16 where that is fast"},
     {"redis", TEXT, AT(redis), "URL",
      "redis://[user:password@]host[:port][/db] or unix:/path; default: none, nothing is published"},
     {"redis-prefix", TEXT, AT(redis_prefix), "PREFIX", "start of every Redis key; default kvgate:"},
@@ -386,6 +388,7 @@ int options_parse(struct options *options, int argc, char **argv, struct kvg_err
         .spec_accept = "coupled",
         .device = "auto",
         .cpu_isa = "auto",
+        .cpu_arithmetic = "auto",
         .redis_prefix = "kvgate:",
         .log_level = "info",
     };

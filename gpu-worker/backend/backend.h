@@ -21,11 +21,12 @@ struct backend;
 struct tensor;
 
 struct backend_options {
-    const char *isa;      /* "auto", or the instruction set to use; NULL = auto */
-    uint32_t threads;     /* 0 = all cores */
-    uint32_t max_rows;    /* most rows of a step */
+    const char *isa;   /* "auto", or the instruction set to use; NULL = auto */
+    uint32_t threads;  /* 0 = all cores */
+    uint32_t max_rows; /* most rows of a step */
     uint32_t max_seqs;
     uint32_t max_outputs;
+    const char *arithmetic; /* "auto", or how quantized weights are multiplied: see matmul; NULL = auto */
 };
 
 /* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend. */
@@ -66,8 +67,8 @@ enum rope_style { ROPE_INTERLEAVED, ROPE_HALVES }; /* pairs (2i, 2i + 1), or (i,
 
 struct backend_rope {
     uint32_t layer;
-    struct tensor *q, *k;       /* [n_rows, heads * head_dim], rotated in place */
-    const struct tensor *v;     /* [n_rows, kv_heads * head_dim] */
+    struct tensor *q, *k;        /* [n_rows, heads * head_dim], rotated in place */
+    const struct tensor *v;      /* [n_rows, kv_heads * head_dim] */
     const struct tensor *angles; /* of the `angles` op */
     enum rope_style style;
 };
@@ -100,14 +101,18 @@ struct backend_ops {
     /* out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight. Relative error 1e-6. */
     void (*rmsnorm)(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
                     struct tensor *out);
-    /* Quantized weights: x is rounded to int8 per row and group of 32 (d = max|x| / 127), group sums are exact integers, and the
-     * sum over groups runs in f32 in the order of the row, so |error| <= sum_g (d_g / 2) sum|w_g| + f32 rounding.
-     * Float weights: f32 FMA in the order of the row. */
+    /* Quantized weights, one arithmetic a weight at every n:
+     * int8: x is rounded to int8 per row and group of 32 (d = max|x| / 127), group sums are exact integers, and the sum over
+     * groups runs in f32 in the order of the row, so |error| <= sum_g (d_g / 2) sum|w_g| + f32 rounding.
+     * int16 (4-bit codes): x is rounded to a multiple of a = max|x| / 32512, w to one of d = max|w| over the row's groups and
+     * codes / 32600 through its scales, the sum is exact and rounded once to a multiple of 2^16 a d, so |error| <= (a / 2) sum|w|
+     * + 8 d sum|x| + 4 a d cols + 2^15 a d + f32 rounding of the result. Float weights: f32 FMA in the order of the row. */
     void (*matmul)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
     /* out[r] = (cos, sin)(position of row r * frequency[i]), interleaved; frequencies [rotated / 2], out [n_rows, rotated]. The
      * angle is exact to f64 rounding. */
     void (*angles)(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
-    /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (as f16). */
+    /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (as f16).
+     */
     void (*rope_store)(struct backend *backend, const struct backend_rope *args);
     /* Causal attention of each row over its sequence's positions 0..its own, K/V read through the block table. Error against
      * exact attention over the stored f16 values: 1e-5 of max|v|. */

@@ -22,6 +22,7 @@ static int open_backend(struct model *model, struct kvg_error *err)
 {
     const char *device = model->options.device ? model->options.device : "auto";
     struct backend_options options = {.isa = model->options.cpu_isa,
+                                      .arithmetic = model->options.cpu_arithmetic,
                                       .threads = model->options.threads,
                                       .max_rows = model->options.max_rows,
                                       .max_seqs = model->options.max_seqs,

@@ -25,6 +25,7 @@ struct model_options {
     const char *path;
     const char *device;                            /* "auto", "cpu", "cuda" */
     const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512", "amx" */
+    const char *cpu_arithmetic;                    /* "auto", "int8", "int16"; NULL = auto */
     uint32_t threads;                              /* 0 = all cores */
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */

@@ -70,6 +70,7 @@ int main(int argc, char **argv)
     }
     options.path = argv[1];
     options.cpu_isa = argc > 2 ? argv[2] : "auto";
+    options.cpu_arithmetic = getenv("ARITHMETIC");
     options.threads = argc > 3 ? (uint32_t)atoi(argv[3]) : 0;
     uint32_t context = argc > 4 ? (uint32_t)atoi(argv[4]) : 350, blocks_each = (context + PREFILL) / BLOCK + 1;
     double start = seconds();

@@ -17,6 +17,8 @@ struct tensor {
     struct panels panels; /* matmul weights */
 };
 
+enum cpu_arithmetic { ARITHMETIC_AUTO, ARITHMETIC_INT8, ARITHMETIC_INT16 };
+
 struct row_place {
     uint32_t position, block, slot;
 };
@@ -26,6 +28,7 @@ struct cpu_backend {
     struct kernels kernels;
     struct thread_pool *pool;
     struct backend_options options;
+    enum cpu_arithmetic arithmetic;
     struct tensor *tensors;
     struct arena_chunk *arena; /* the tensors' values */
 
@@ -36,8 +39,7 @@ struct cpu_backend {
 
     /* Scratch, grown while weights load. */
     struct acts acts;
-    size_t acts_values;                  /* capacity: rows * cols */
-    uint32_t widest;                     /* most columns of a quantized weight */
+    size_t acts_values, int16_values;    /* capacity: rows * cols */
     struct attention_scratch *attention; /* [threads] */
     float *sampling;                     /* [threads][most weight rows] */
     uint32_t most_rows;

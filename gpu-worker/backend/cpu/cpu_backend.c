@@ -87,6 +87,19 @@ static int choose_isa(const char *name, struct kernels *out, struct kvg_error *e
     return kvg_fail(err, KVG_INVALID, "unknown --cpu-isa \"%s\" (auto, generic, avx2, avx512, amx)", name);
 }
 
+static int choose_arithmetic(const char *name, enum cpu_arithmetic *out, struct kvg_error *err)
+{
+    static const char *const names[] = {[ARITHMETIC_AUTO] = "auto", [ARITHMETIC_INT8] = "int8", [ARITHMETIC_INT16] = "int16"};
+    *out = ARITHMETIC_AUTO;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (!name || !*name || strcmp(name, names[i]) == 0) {
+            *out = (enum cpu_arithmetic)i;
+            return 0;
+        }
+    }
+    return kvg_fail(err, KVG_INVALID, "unknown --cpu-arithmetic \"%s\" (auto, int8, int16)", name);
+}
+
 static uint32_t usable_cores(void)
 {
     cpu_set_t set;
@@ -137,7 +150,10 @@ static const struct backend_ops cpu_ops = {
 int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err)
 {
     struct kernels kernels;
+    enum cpu_arithmetic arithmetic = ARITHMETIC_AUTO;
     int failed = choose_isa(options->isa, &kernels, err);
+    if (!failed)
+        failed = choose_arithmetic(options->arithmetic, &arithmetic, err);
     if (failed)
         return failed;
     uint32_t threads = options->threads ? options->threads : usable_cores();
@@ -146,6 +162,7 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
         return kvg_fail(err, KVG_NOMEM, "no memory for the CPU backend");
     cpu->base.ops = &cpu_ops;
     cpu->kernels = kernels;
+    cpu->arithmetic = arithmetic;
     cpu->options = *options;
     cpu->pool = thread_pool_open(threads);
     cpu->attention = cpu_alloc(threads * sizeof *cpu->attention);

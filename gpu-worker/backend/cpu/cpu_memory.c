@@ -102,12 +102,39 @@ static void pack_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end
         panels_pack(job->panels, job->weight->format, job->weight->data, p);
 }
 
-/* Room for max_rows rows of activations as wide as the widest quantized weight. */
-static int grow_acts(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *err)
+static void free_int16_acts(struct acts *a)
+{
+    free(a->high_plane), free(a->low_plane), free(a->high_sum), free(a->low_sum), free(a->row_scale);
+}
+
+static int grow_int16_acts(struct cpu_backend *cpu, uint32_t most, uint32_t cols, struct kvg_error *err)
+{
+    struct acts *a = &cpu->acts;
+    size_t values = (size_t)most * int16_units(cols) * INT16_UNIT, groups = values / QUANT_GROUP;
+    if (values <= cpu->int16_values)
+        return 0;
+    free_int16_acts(a);
+    cpu->int16_values = 0;
+    /* AMX reads 16 rows of a last tile that has fewer. */
+    a->high_plane = cpu_alloc(values + ACTS_TILE * INT16_UNIT);
+    a->low_plane = cpu_alloc(values + ACTS_TILE * INT16_UNIT);
+    a->high_sum = cpu_alloc(groups * sizeof *a->high_sum);
+    a->low_sum = cpu_alloc(groups * sizeof *a->low_sum);
+    a->row_scale = cpu_alloc((most + ACTS_TILE) * sizeof *a->row_scale);
+    if (!a->high_plane || !a->low_plane || !a->high_sum || !a->low_sum || !a->row_scale)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu 16-bit activations", values);
+    cpu->int16_values = values;
+    return 0;
+}
+
+/* Room for max_rows rows of activations as wide as the widest quantized weight of its arithmetic. */
+static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struct kvg_error *err)
 {
     struct acts *a = &cpu->acts;
     uint32_t most = cpu->options.max_rows > cpu->options.max_outputs ? cpu->options.max_rows : cpu->options.max_outputs;
-    size_t values = (size_t)most * cols, groups = values / QUANT_GROUP;
+    if (panels_int16(panels))
+        return grow_int16_acts(cpu, most, panels->cols, err);
+    size_t values = (size_t)most * panels->cols, groups = values / QUANT_GROUP;
     if (values <= cpu->acts_values)
         return 0;
     free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
@@ -134,11 +161,17 @@ static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_erro
     return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
 }
 
+/* INT16 reads as many bytes as the file's Q4_0 and Q4_1, but 8 % more than its Q4_K, which costs decoding. */
+static bool use_int16(const struct cpu_backend *cpu, const struct quant_format *format)
+{
+    return cpu->arithmetic == ARITHMETIC_INT16 || (cpu->arithmetic == ARITHMETIC_AUTO && format->scales != QUANT_SUPER_MIN);
+}
+
 static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
                          struct kvg_error *err)
 {
     struct panels *panels = &tensor->panels;
-    if (!panels_layout(panels, weight->format, weight->rows, weight->cols))
+    if (!panels_layout(panels, weight->format, use_int16(cpu, weight->format), weight->rows, weight->cols))
         return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
                         weight->format->name, weight->format->block_values);
     panels->data = arena_alloc(cpu, panels->n_panels * panels->panel_bytes);
@@ -146,7 +179,7 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
     struct pack_job job = {panels, weight};
     thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
-    if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, weight->cols, err) != 0)
+    if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, panels, err) != 0)
         return err ? err->code : KVG_NOMEM;
     return grow_sampling(cpu, weight->rows, err);
 }
@@ -184,6 +217,7 @@ void cpu_free_memory(struct cpu_backend *cpu)
     }
     struct acts *a = &cpu->acts;
     free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
+    free_int16_acts(a);
     free(cpu->attention);
     free(cpu->sampling);
     free(cpu->places);

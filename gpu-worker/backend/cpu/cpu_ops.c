@@ -209,6 +209,12 @@ static void quantize_rows(void *arg, uint32_t thread, uint32_t first, uint32_t e
     cpu->kernels.quantize(&cpu->acts, first, end);
 }
 
+static void quantize_rows_int16(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct cpu_backend *cpu = arg;
+    cpu->kernels.quantize_int16(&cpu->acts, first, end);
+}
+
 /* Items are the panels of all weights, one weight after the other. */
 static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
@@ -228,22 +234,35 @@ static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t
 void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args)
 {
     struct cpu_backend *cpu = cpu_of(backend);
-    uint32_t n_panels = 0, quantized = 0;
+    uint32_t n_panels = 0, row_bytes = 0;
+    bool int8 = false, int16 = false, floats = false;
     for (uint32_t i = 0; i < args->count; i++) {
-        n_panels += args->weights[i]->panels.n_panels;
-        quantized |= args->weights[i]->panels.bits;
+        const struct panels *panels = &args->weights[i]->panels;
+        n_panels += panels->n_panels;
+        if (panels->scales == QUANT_FLOAT)
+            floats = true;
+        else if (panels_int16(panels))
+            int16 = true;
+        else
+            int8 = true;
     }
+    row_bytes = floats ? 4 * x->cols : int16 ? 2 * x->cols : x->cols;
     cpu->acts.rows = n;
     cpu->acts.cols = x->cols;
     cpu->acts.x = x->data;
-    if (quantized)
+    cpu->acts.sums_below = cpu->kernels.int16_sums_below;
+    if (int8)
         for_rows(cpu, n, x->cols, quantize_rows, cpu);
+    if (int16)
+        for_rows(cpu, n, x->cols, quantize_rows_int16, cpu);
 
-    uint32_t pass = PASS_BYTES / (quantized ? x->cols : 4 * x->cols) / ACTS_TILE * ACTS_TILE;
+    uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
     uint32_t chunk = n_panels / (8 * thread_pool_size(cpu->pool));
     chunk = chunk < 1 ? 1 : chunk > 16 ? 16 : chunk;
     if (pass == 0)
         pass = ACTS_TILE;
+    uint32_t passes = (n + pass - 1) / pass;
+    pass = ((n + passes - 1) / passes + ACTS_TILE - 1) / ACTS_TILE * ACTS_TILE;
     for (uint32_t first = 0; first < n; first += pass) {
         struct matmul_job job = {cpu, args, first, n - first < pass ? n : first + pass};
         thread_pool_for(cpu->pool, n_panels, chunk, multiply_panels, &job);

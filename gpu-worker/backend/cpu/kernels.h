@@ -10,6 +10,8 @@ struct kernels {
     const char *name; /* "avx512-vnni" */
     /* Rows first..end of a->x into a's integers. */
     void (*quantize)(const struct acts *a, uint32_t first, uint32_t end);
+    void (*quantize_int16)(const struct acts *a, uint32_t first, uint32_t end);
+    uint32_t int16_sums_below; /* rows; see struct acts */
     /* Panel p times rows first..end (first a multiple of ACTS_TILE). */
     void (*panel[PANEL_KINDS])(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
                                const struct panel_store *store);
@@ -28,4 +30,9 @@ extern const struct kernels kernels_generic, kernels_avx2, kernels_avx512;
 void kernels_amx(struct kernels *out);
 /* Whether the CPU has AMX int8 and BF16 and the kernel lets this process use the tiles; asks it to. */
 bool amx_supported(void);
+enum { INT16_AMX_ROWS = 6 }; /* fewer rows are faster on VNNI */
+void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
+                           const struct panel_store *store);
+void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
+                         const struct panel_store *store);
 void attention_amx(const struct attention_tile *tile, struct attention_scratch *scratch);

@@ -165,6 +165,8 @@ V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct 
     }
 }
 
+#include "gpu-worker/backend/cpu/int16.inc.h"
+
 V_INLINE v16 load_float(enum panel_kind kind, const uint8_t *panel, size_t i)
 {
     if (kind == PANEL_F32)
@@ -212,6 +214,11 @@ V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t
     {                                                                                                                            \
         quant_panel(bits, scales, w, p, a, first, end, store);                                                                   \
     }
+#define INT16_PANEL(name, minimum)                                                                                               \
+    static void name(PANEL_ARGS)                                                                                                 \
+    {                                                                                                                            \
+        int16_panel(minimum, w, p, a, first, end, store);                                                                        \
+    }
 #define FLOAT_PANEL(name, kind)                                                                                                  \
     static void name(PANEL_ARGS)                                                                                                 \
     {                                                                                                                            \
@@ -228,6 +235,8 @@ QUANT_PANEL(panel_min_5, 5, QUANT_SCALE_MIN)
 QUANT_PANEL(panel_super_min_4, 4, QUANT_SUPER_MIN)
 QUANT_PANEL(panel_super_min_5, 5, QUANT_SUPER_MIN)
 QUANT_PANEL(panel_super16_6, 6, QUANT_SUPER_16)
+INT16_PANEL(panel_int16_scale_4, false)
+INT16_PANEL(panel_int16_min_4, true)
 
 /* ---- element-wise ---- */
 
@@ -270,6 +279,8 @@ static void rotate(float *head, const float *angles, uint32_t rotated, enum rope
 const struct kernels KERNELS_SYMBOL = {
     .name = KERNELS_NAME,
     .quantize = quantize,
+    .quantize_int16 = quantize_int16,
+    .int16_sums_below = UINT32_MAX,
     .panel =
         {
             [PANEL_F32] = panel_f32,
@@ -283,6 +294,8 @@ const struct kernels KERNELS_SYMBOL = {
             [PANEL_SUPER_MIN_4] = panel_super_min_4,
             [PANEL_SUPER_MIN_5] = panel_super_min_5,
             [PANEL_SUPER16_6] = panel_super16_6,
+            [PANEL_INT16_SCALE_4] = panel_int16_scale_4,
+            [PANEL_INT16_MIN_4] = panel_int16_min_4,
         },
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,

@@ -1,5 +1,7 @@
 #include "gpu-worker/backend/cpu/panels.h"
+#include <math.h>
 #include <string.h>
+#include "gpu-worker/quant/f16.h"
 
 static const struct {
     uint32_t bits;
@@ -33,7 +35,17 @@ static bool kind_of(const struct quant_format *format, enum panel_kind *kind)
     return false;
 }
 
-bool panels_layout(struct panels *panels, const struct quant_format *format, uint32_t rows, uint32_t cols)
+/* Formats whose weights are s * (4-bit code) + c. */
+static bool int16_kind(const struct quant_format *format, uint32_t cols, enum panel_kind *kind)
+{
+    bool minimum = format->scales == QUANT_SCALE_MIN || format->scales == QUANT_SUPER_MIN;
+    bool offered = format->bits == 4 && cols <= INT16_MOST_COLS && (minimum || format->scales == QUANT_SCALE);
+    if (offered)
+        *kind = minimum ? PANEL_INT16_MIN_4 : PANEL_INT16_SCALE_4;
+    return offered;
+}
+
+bool panels_layout(struct panels *panels, const struct quant_format *format, bool int16, uint32_t rows, uint32_t cols)
 {
     *panels = (struct panels){.bits = format->bits,
                               .offset = format->offset,
@@ -43,10 +55,12 @@ bool panels_layout(struct panels *panels, const struct quant_format *format, uin
                               .n_panels = (rows + PANEL_ROWS - 1) / PANEL_ROWS};
     if (!kind_of(format, &panels->kind) || cols % format->block_values)
         return false;
-    if (format->scales == QUANT_FLOAT) {
+    size_t groups = cols / QUANT_GROUP, supers = (groups + QUANT_SUPER_GROUPS - 1) / QUANT_SUPER_GROUPS;
+    if (int16 && int16_kind(format, cols, &panels->kind)) {
+        panels->panel_bytes = 2 * LINE + groups * int16_cell_bytes(panels->kind == PANEL_INT16_MIN_4);
+    } else if (format->scales == QUANT_FLOAT) {
         panels->panel_bytes = (size_t)cols * PANEL_ROWS * format->block_bytes;
     } else {
-        size_t groups = cols / QUANT_GROUP, supers = (groups + QUANT_SUPER_GROUPS - 1) / QUANT_SUPER_GROUPS;
         panels->panel_bytes =
             groups * panel_cell_bytes(format->bits, format->scales) + supers * panel_super_bytes(format->scales);
     }
@@ -98,6 +112,50 @@ static void pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lan
             }
 }
 
+/* w = scale * q + minimum of a group, in f32. */
+static void int16_scales(const struct quant_format *format, const struct quant_group *group, float *scale, float *minimum)
+{
+    *scale = f16_to_f32(group->d);
+    *minimum = f16_to_f32(group->m);
+    if (format->scales == QUANT_SUPER_MIN) {
+        *scale *= (float)group->sc[0];
+        *minimum *= -(float)group->mn;
+    } else if (format->scales == QUANT_SCALE) {
+        *minimum = -(float)format->offset * *scale;
+    }
+}
+
+/* A row with a scale that is not finite becomes NaN, as its products would be. */
+static void pack_int16_row(const struct panels *panels, const struct quant_format *format, const uint8_t *row, uint32_t r,
+                           uint8_t *panel)
+{
+    bool minimum = panels->kind == PANEL_INT16_MIN_4;
+    size_t groups = panels->cols / QUANT_GROUP, cell_bytes = int16_cell_bytes(minimum), head = minimum ? 2 * LINE : LINE;
+    struct quant_group group;
+    float scale, least, most = 0;
+    for (size_t b = 0; b < groups; b++) {
+        quant_unpack(format, row, b, &group);
+        int16_scales(format, &group, &scale, &least);
+        float low = fabsf(least), high = fabsf(15 * scale + least);
+        most = low > most || isnan(low) ? low : most;
+        most = high > most || isnan(high) ? high : most;
+    }
+    bool finite = most < INFINITY;
+    float unit = finite ? most / INT16_WEIGHT : NAN;
+    memcpy(panel + r * sizeof unit, &unit, sizeof unit);
+    for (size_t b = 0; b < groups; b++) {
+        uint8_t *cell = panel + 2 * LINE + b * cell_bytes;
+        quant_unpack(format, row, b, &group);
+        int16_scales(format, &group, &scale, &least);
+        int16_t s = finite && unit > 0 ? (int16_t)rintf(scale / unit) : 0,
+                c = finite && unit > 0 ? (int16_t)rintf(least / unit) : 0;
+        memcpy(cell + 2 * r, &s, 2);
+        if (minimum)
+            memcpy(cell + LINE + 2 * r, &c, 2);
+        pack_codes(4, group.q, r % 16, cell + head + r / 16 * panel_half_bytes(4));
+    }
+}
+
 void panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p)
 {
     uint8_t *panel = panels->data + (size_t)p * panels->panel_bytes;
@@ -111,6 +169,10 @@ void panels_pack(const struct panels *panels, const struct quant_format *format,
     size_t row_bytes = quant_row_bytes(format, panels->cols);
     for (uint32_t r = 0; r < n; r++) {
         const uint8_t *row = (const uint8_t *)file_rows + (first + r) * row_bytes;
+        if (panels_int16(panels)) {
+            pack_int16_row(panels, format, row, r, panel);
+            continue;
+        }
         for (size_t b = 0; b < panels->cols / QUANT_GROUP; b++) {
             struct quant_group group;
             uint8_t *cell = panel + panel_cell_offset(panels->bits, panels->scales, b);

@@ -19,6 +19,14 @@
  *
  * Activations are quantized to match: q = rne(x * 127 / amax), d = amax / 127 per row and group, in tiles of up to 16 rows. A
  * tile of T rows is contiguous: q[groups][T][32], d, s, sum[groups][T].
+ *
+ * A second arithmetic, INT16, is exact in integers over all of a row's columns: weights are w = s q + c with s and c rounded once
+ * to 16 bits on one scale D per output row, activations a = rne(x * 32512 / amax) on one scale per row.
+ *
+ *   [D f32 x32]  then a cell per group:  [s i16 x32]  ([c i16 x32] with a minimum, else c = -offset s)  [codes] [codes] as above
+ *
+ * Activations are a = 256 high + low in two planes of signed bytes, [tile][columns / 64, rounded up][T][64] (zero past the last
+ * column), and their sums over groups as above.
  */
 #pragma once
 #include <stdbool.h>
@@ -40,8 +48,15 @@ enum panel_kind {
     PANEL_SUPER_MIN_4,
     PANEL_SUPER_MIN_5,
     PANEL_SUPER16_6,
+    PANEL_INT16_SCALE_4,
+    PANEL_INT16_MIN_4,
     PANEL_KINDS
 };
+
+/* INT16: |w| <= 32767 and -128 <= high, low <= 127 keep every int32 sum of byte products below 2^31 up to here. */
+enum { INT16_MOST_COLS = 32768, INT16_UNIT = 64 };
+#define INT16_WEIGHT     32600.0f /* the largest weight of a row; rounding s and c adds up to 8 */
+#define INT16_ACTIVATION 32512.0f
 
 /* Byte counts that follow from bits and scales; inline so that kernels fold them. */
 static inline size_t panel_half_bytes(uint32_t bits)
@@ -66,6 +81,16 @@ static inline size_t panel_cell_offset(uint32_t bits, enum quant_scales scales, 
     return b * panel_cell_bytes(bits, scales) + (b / QUANT_SUPER_GROUPS + 1) * panel_super_bytes(scales);
 }
 
+/* INT16 cells. */
+static inline size_t int16_cell_bytes(bool minimum)
+{
+    return (minimum ? 2 : 1) * LINE + 2 * panel_half_bytes(4);
+}
+static inline size_t int16_units(size_t cols)
+{
+    return (cols + INT16_UNIT - 1) / INT16_UNIT;
+}
+
 struct panels {
     enum panel_kind kind;
     uint32_t bits, offset;
@@ -76,8 +101,13 @@ struct panels {
     uint8_t *data; /* [n_panels][panel_bytes], 64-byte aligned */
 };
 
-/* False if no panel layout fits the format. Sets everything but data. */
-bool panels_layout(struct panels *panels, const struct quant_format *format, uint32_t rows, uint32_t cols);
+static inline bool panels_int16(const struct panels *panels)
+{
+    return panels->kind == PANEL_INT16_SCALE_4 || panels->kind == PANEL_INT16_MIN_4;
+}
+
+/* False if no panel layout fits the format. int16: that arithmetic where it covers the format. Sets everything but data. */
+bool panels_layout(struct panels *panels, const struct quant_format *format, bool int16, uint32_t rows, uint32_t cols);
 /* Fills panel p from the file's rows. */
 void panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p);
 
@@ -87,6 +117,12 @@ struct acts {
     int8_t *q;
     float *d, *s;       /* scale; s = d * sum */
     int32_t *sum, *low; /* sum of q over the group, and over its first 16 */
+
+    /* INT16 */
+    int8_t *high_plane, *low_plane;
+    int32_t *high_sum, *low_sum; /* as the low 16 bits; the upper are 0 */
+    uint32_t sums_below;         /* as many rows and more are multiplied by kernels that need no sums */
+    float *row_scale;            /* [rows] 2^16 amax / 32512 */
 };
 
 /* One product's destination: out[row * ld + n] = value (+ bias[n]), or += value. */

@@ -13,7 +13,7 @@
 #include "gpu-worker/backend/cpu/cpu.h"
 #include "gpu-worker/quant/f16.h"
 
-enum { MOST_ROWS = 128, N = 70, MAX_K = 768 };
+enum { MOST_ROWS = 128, N = 70, MAX_K = 1536 };
 
 static const char *const isas[] = {"generic", "avx2", "avx512", "amx"};
 static uint32_t state = 1;
@@ -32,16 +32,21 @@ static float random_float(void)
 }
 
 /* NULL where the CPU lacks the set. */
-static struct cpu_backend *open_backend(const char *isa, uint32_t threads)
+static struct cpu_backend *open_arithmetic(const char *isa, const char *arithmetic, uint32_t threads)
 {
     struct backend *backend;
-    struct backend_options options = {isa, threads, MOST_ROWS * 2, MOST_ROWS, MOST_ROWS};
+    struct backend_options options = {isa, threads, MOST_ROWS * 2, MOST_ROWS, MOST_ROWS, arithmetic};
     struct kvg_error err;
     int rc = cpu_backend_open(&backend, &options, &err);
     if (rc == KVG_UNSUPPORTED)
         return NULL;
     assert_int_equal(rc, 0);
     return cpu_of(backend);
+}
+
+static struct cpu_backend *open_backend(const char *isa, uint32_t threads)
+{
+    return open_arithmetic(isa, "auto", threads);
 }
 
 static void close_backend(struct cpu_backend *cpu)
@@ -92,9 +97,24 @@ static uint8_t *random_rows(const struct quant_format *format, uint32_t rows, ui
     return data;
 }
 
+/* What the definition of matmul allows int16: rounding of x to half a step of its row, of weights to eight steps of theirs, and
+ * of the sum to 2^15 steps of both. */
+static double int16_rounding(uint32_t cols, const float *x, const float *w)
+{
+    double x_most = 0, w_most = 0, x_sum = 0, w_sum = 0;
+    for (uint32_t k = 0; k < cols; k++) {
+        x_most = fmax(x_most, fabs((double)x[k]));
+        w_most = fmax(w_most, fabs((double)w[k]));
+        x_sum += fabs((double)x[k]);
+        w_sum += fabs((double)w[k]);
+    }
+    double a = x_most / 32512, d = w_most * 2 / 32600; /* the row's largest weight may be one its codes do not use */
+    return 1.001 * (a / 2 * w_sum + 8 * d * x_sum + 4 * cols * a * d + 32768 * a * d);
+}
+
 /* What the definition of matmul allows: rounding of x to d/2 per value (none for float weights), plus f32 sums. */
-static void check_against_double(const struct quant_format *format, const uint8_t *rows, uint32_t cols, const float *x,
-                                 const float *bias, const float *out)
+static void check_against_double(const struct quant_format *format, bool int16, const uint8_t *rows, uint32_t cols,
+                                 const float *x, const float *bias, const float *out)
 {
     static float w[MAX_K];
     for (uint32_t n = 0; n < N; n++) {
@@ -112,10 +132,13 @@ static void check_against_double(const struct quant_format *format, const uint8_
                 }
                 rounding += amax / 254 * 1.0001 * weights;
             }
-            double bound = (format->scales == QUANT_FLOAT ? 0 : rounding) + 1e-5 * (terms + fabs((double)bias[n]));
+            if (int16)
+                rounding = int16_rounding(cols, x + m * cols, w);
+            double bound =
+                (format->scales == QUANT_FLOAT ? 0 : rounding) + (int16 ? 1e-6 : 1e-5) * (terms + fabs((double)bias[n]));
             if (fabs((double)out[m * N + n] - sum) > bound)
-                fail_msg("%s row %u output %u: %g, expected %g within %g", format->name, m, n, (double)out[m * N + n], sum,
-                         bound);
+                fail_msg("%s%s row %u output %u: %g, expected %g within %g", format->name, int16 ? " int16" : "", m, n,
+                         (double)out[m * N + n], sum, bound);
         }
     }
 }
@@ -145,6 +168,46 @@ static void check_against_rule(const struct quant_format *format, const uint8_t 
     }
 }
 
+/* The int16 product by its definition, to the bit: plain integers, then one product and the bias in f32. */
+static void check_against_int16(const struct quant_format *format, const uint8_t *rows, uint32_t cols, const float *x,
+                                const float *bias, const float *out)
+{
+    static int32_t w[MAX_K];
+    size_t row_bytes = quant_row_bytes(format, cols);
+    for (uint32_t n = 0; n < N; n++) {
+        float scales[MAX_K / QUANT_GROUP][2], most = 0;
+        struct quant_group group;
+        for (uint32_t g = 0; g < cols / QUANT_GROUP; g++) {
+            quant_unpack(format, rows + n * row_bytes, g, &group);
+            float d = f16_to_f32(group.d), m = f16_to_f32(group.m);
+            scales[g][0] = format->scales == QUANT_SUPER_MIN ? d * (float)group.sc[0] : d;
+            scales[g][1] = format->scales == QUANT_SUPER_MIN ? -(m * (float)group.mn)
+                           : format->scales == QUANT_SCALE   ? -8 * d
+                                                             : m;
+            most = fmaxf(most, fmaxf(fabsf(scales[g][1]), fabsf(15 * scales[g][0] + scales[g][1])));
+        }
+        float unit = most / 32600;
+        for (uint32_t k = 0; k < cols; k++) {
+            quant_unpack(format, rows + n * row_bytes, k / QUANT_GROUP, &group);
+            int32_t s = (int32_t)rintf(scales[k / QUANT_GROUP][0] / unit);
+            int32_t c = format->scales == QUANT_SCALE ? -8 * s : (int32_t)rintf(scales[k / QUANT_GROUP][1] / unit);
+            w[k] = s * group.q[k % QUANT_GROUP] + c;
+        }
+        for (uint32_t m = 0; m < MOST_ROWS; m += 31) {
+            float amax = 0;
+            for (uint32_t k = 0; k < cols; k++)
+                amax = fmaxf(amax, fabsf(x[m * cols + k]));
+            int64_t sum = 0;
+            for (uint32_t k = 0; k < cols; k++)
+                sum += (int64_t)w[k] * (int64_t)rintf(x[m * cols + k] * (32512 / amax));
+            float want = (float)((sum + 32768) >> 16) * (unit * (amax / 32512 * 65536)) + bias[n];
+            if (out[m * N + n] != want)
+                fail_msg("%s row %u output %u: %g, by the int16 rule %g", format->name, m, n, (double)out[m * N + n],
+                         (double)want);
+        }
+    }
+}
+
 static void multiply(struct cpu_backend *cpu, const struct quant_format *format, const uint8_t *rows, const float *bias,
                      uint32_t cols, const float *x, uint32_t n, float *out, bool accumulate)
 {
@@ -159,7 +222,12 @@ static void multiply(struct cpu_backend *cpu, const struct quant_format *format,
     memcpy(out, result->data, (size_t)n * N * sizeof *out);
 }
 
-static void check_rows(const struct quant_format *format, uint32_t cols, float *first_isa)
+static bool covers_int16(const struct quant_format *format)
+{
+    return format->bits == 4;
+}
+
+static void check_rows(const struct quant_format *format, bool int16, uint32_t cols, float *first_isa)
 {
     static const uint32_t counts[] = {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 41, 128};
     static float x[MOST_ROWS * MAX_K], whole[MOST_ROWS * N], part[MOST_ROWS * N], bias[N];
@@ -170,20 +238,23 @@ static void check_rows(const struct quant_format *format, uint32_t cols, float *
         bias[i] = random_float();
     bool any = false;
     for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-        struct cpu_backend *cpu = open_backend(isas[i], 2);
+        const char *arithmetic = int16 ? "int16" : "int8";
+        struct cpu_backend *cpu = open_arithmetic(isas[i], arithmetic, 2);
         if (!cpu)
             continue;
         multiply(cpu, format, rows, bias, cols, x, MOST_ROWS, whole, false);
         close_backend(cpu);
-        check_against_double(format, rows, cols, x, bias, whole);
-        if (format->scales != QUANT_FLOAT)
+        check_against_double(format, int16, rows, cols, x, bias, whole);
+        if (int16)
+            check_against_int16(format, rows, cols, x, bias, whole);
+        else if (format->scales != QUANT_FLOAT)
             check_against_rule(format, rows, cols, x, bias, whole);
         if (any)
             assert_memory_equal(whole, first_isa, sizeof whole);
         memcpy(first_isa, whole, sizeof whole);
         any = true;
         for (uint32_t threads = 1; threads <= 2; threads++) {
-            cpu = open_backend(isas[i], threads);
+            cpu = open_arithmetic(isas[i], arithmetic, threads);
             for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
                 uint32_t first = MOST_ROWS - counts[c];
                 multiply(cpu, format, rows, bias, cols, x + (size_t)first * cols, counts[c], part, false);
@@ -200,9 +271,11 @@ static void test_matmul_is_right_and_row_invariant_in_every_format(void **unused
 {
     static float first_isa[MOST_ROWS * N];
     for (size_t f = 0; quant_at(f); f++) {
-        check_rows(quant_at(f), 768, first_isa);
-        if (quant_at(f)->block_values <= QUANT_GROUP)
-            check_rows(quant_at(f), 96, first_isa);
+        for (int int16 = 0; int16 <= covers_int16(quant_at(f)); int16++) {
+            check_rows(quant_at(f), int16, 1536, first_isa);
+            if (quant_at(f)->block_values <= QUANT_GROUP)
+                check_rows(quant_at(f), int16, 96, first_isa);
+        }
     }
 }
 
