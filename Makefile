@@ -262,6 +262,9 @@ bench-latency: deps models-test
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
+bench-stack: deps models
+	$(MAKE) -j$(JOBS) programs
+	B=$(B) $(PYTHON) tests/bench/bench_stack.py
 # TRACE: a file in the Mooncake JSONL format. GATEWAYS: connections that choose at once. LOAD: paces to replay it at.
 TRACE    ?= ../shared/traces/conversation_trace.jsonl
 GATEWAYS ?= 1
@@ -287,6 +290,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec \
+.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -5,8 +5,9 @@
 #include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
 
-/* Where a draft comes from: one of the runs of ngram.h, or the model; there by how sure the model was of it, too. */
-enum { BY_MODEL = NGRAM_LEVELS, SURE, SURE_LEVELS = 10, LEVELS = SURE + SURE_LEVELS };
+/* Where a draft comes from: one of the runs of ngram.h, what goes on beside the last of them, or the model; there by how sure the
+ * model was of it, too. */
+enum { BESIDE = NGRAM_LEVELS, BY_MODEL, SURE, SURE_LEVELS = 10, LEVELS = SURE + SURE_LEVELS };
 static const double surest[SURE_LEVELS] = {0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 2}; /* upper bounds */
 enum {
     CATCH_UP_ALONE = 256, /* rows of missing KV in one step */
@@ -14,7 +15,7 @@ enum {
     NEAR = 64,            /* tokens of missing KV that are always computed for drafts by the model */
     ONE_IN = 16,          /* sequences that try the model however badly it did before */
     TRIED = 8,            /* drafts after which a sequence's own acceptance counts */
-    MOVE_EVERY = 5,       /* verifications between two moves of a limit */
+    MOVE_EVERY = 2,       /* verifications between two moves of a limit */
     PROBE_SOON = 2,       /* steps without drafts before one is tried: after a success, */
     PROBE_FIRST = 16,     /* at first and after a failure, */
     PROBE_LAST = 256,     /* and at most, after many */
@@ -38,6 +39,7 @@ struct speculator {
     uint32_t preemptions;
     uint32_t limit, since_move;
     double drafted, accepted;  /* of the window */
+    uint32_t behind;           /* the last run of four tokens and more stood so far back; 0 = none yet */
     uint32_t level;            /* of the match that this step's drafts follow, or BY_MODEL */
     uint8_t sure[MOST_DRAFTS]; /* by the model: the level of each draft */
     struct rate rates[LEVELS];
@@ -131,6 +133,7 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->probe_wait = PROBE_FIRST;
     for (int i = 0; i < LEVELS; i++)
         slot->rates[i] = (struct rate){0};
+    slot->behind = 0;
     slot->n_looked = seq->n_ids > RECENT ? seq->n_ids - RECENT : 0;
     slot->beyond = 0;
     slot->n_drafted_kv = spec->options.drafter ? drafter_covered(spec->options.drafter, seq) : 0;
@@ -146,12 +149,26 @@ static double chance(const struct speculate *spec, const struct speculator *slot
     return (own->accepted + prior_weight * all->accepted / all->tried) / (own->tried + prior_weight);
 }
 
-/* A guess from the context, as good as the sequence's runs of that length were so far. */
+/* A guess from the context, as good as the sequence's runs of that length were so far. Where no long run is found, the text may
+ * go on beside the last one, with a token changed: a copy with edits.
+ *
+ *   ... self . width = width ...  ...  this . width
+ *            ^ this far behind              ^ the next token
+ */
 static bool guess_from_context(struct speculate *spec, struct candidate *c)
 {
+    struct speculator *slot = c->slot;
+    uint32_t n_ids = c->seq->n_ids;
+
     if (!spec->options.ngram)
         return false;
-    c->at = ngram_find(&c->slot->ngram, c->seq->ids, c->seq->n_ids, &c->slot->level);
+    c->at = ngram_find(&slot->ngram, c->seq->ids, n_ids, &slot->level);
+    if (c->at && slot->level < NGRAM_LEVELS - 1) {
+        slot->behind = n_ids - c->at;
+    } else if (slot->behind && (!c->at || chance(spec, slot, BESIDE) > chance(spec, slot, slot->level))) {
+        c->at = n_ids - slot->behind;
+        slot->level = BESIDE;
+    }
     return c->at != 0;
 }
 
