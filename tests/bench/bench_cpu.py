@@ -8,7 +8,7 @@ build/bench-cpu.json row by row, so that the whole can be run in pieces:
     ROWS=decode MODELS=smol make bench-cpu
 
 Variables: ROWS (of: decode prefill clients prefix beside start), MODELS (of: smol qwen05 qwen15), PEERS (of: llama bench vllm), RUNS (3),
-THREADS (2), CLIENTS (1,4,16,32), PROMPTS (512,2048: of the prefill rows), FLASH (on or off: llama-server's
+THREADS (2), CLIENTS (1,4,16,32), TOKENS (128: of a decode row), PROMPTS (512,2048: of the prefill rows), FLASH (on or off: llama-server's
 attention; both are tried otherwise). vLLM needs minutes to start: `bench_cpu.py hold MODEL` leaves it running for such pieces, `release
 MODEL` ends it; `table` prints what the file holds.
 """
@@ -29,7 +29,7 @@ from engines import BUILD, MODELS, ROOT, THREADS, Kvgate, Llama, Missing, Prompt
 from table import at_least
 
 ROWS = ("decode", "prefill", "clients", "prefix", "beside", "start")
-NEW = 128  # tokens of a decode row
+NEW = int(os.environ.get("TOKENS", "128"))  # of a decode row
 FILE = os.path.join(ROOT, "build", "bench-cpu.json")
 DECODE_AIMS = {"smol": 1.5, "qwen05": 2, "qwen15": 1.8}
 CLIENT_AIMS = {"smol": 2, "qwen05": 1.5}
@@ -327,6 +327,7 @@ class Bench:
             own = (">= 0.85 of read bandwidth", lambda r: r["share"] >= 0.85) if n == 1 else None
             self.add(f"decode x{n}", "tokens/s", results, None, missing, settings, limit=limit if n == 1 else self.limits.company(n, 0, NEW),
                      aims=aims, own_aim=own)
+            self.flush()
         aim = (">= 4x", lambda r: r["value"] >= 4) if self.model.key == "qwen05" else None
         self.rows.append(table.row(f"{self.model.label}: decode x8 / x1", "x", [b / a for a, b in zip(rates[1], rates[8])], aim=aim))
 
