@@ -134,7 +134,7 @@ $(CUDA_HOME)/include/cuda_runtime.h: | $(if $(NO_INSTALL),,build/.venv)
 CUDA_CU  := $(wildcard gpu-worker/backend/cuda/*.cu)
 CUDA_C   := $(wildcard gpu-worker/backend/cuda/*.c)
 SIM_SRC  := $(wildcard tests/cusim/*.cpp)
-SIM_TEST := $(wildcard tests/cusim/test_*.cu)
+SIM_TEST := $(wildcard tests/cusim/test_*.cu) tests/cusim/planted.cu
 OPS_TEST := $(wildcard tests/cusim/backend/test_*.c)
 
 SIM_FLAGS  := -g -fPIC -fno-optimize-sibling-calls -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unknown-pragmas -I. -I$(B)/gen -isystem $(CUDA_HOME)/include \
@@ -170,10 +170,43 @@ $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcusim.a
 $(OPS_TEST:%.c=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1)/libcusim.a $(LIBS)
 	$$(call say,LD)
 	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka $(LDLIBS)
-cusim-$(1): $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%)
+$(B)/cusim/$(1)/kvgate-cuda.so: $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1)/libcusim.a $(LIBS)
+	$$(call say,LD)
+	$$(Q)g++ -shared $$(LINK_$(1)) -Wl,--whole-archive $(B)/cusim/$(1)/libcuda_backend.a -Wl,--no-whole-archive $(B)/cusim/$(1)/libcusim.a \
+	    $(LIBS) -o $$@ $(LDLIBS)
+cusim-$(1): $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%) $(OPS_TEST:%.c=$(B)/cusim/$(1)/%)
 endef
 SIM_FLAVOURS := plain check asan cov
 $(foreach flavour,$(SIM_FLAVOURS),$(eval $(call sim_rules,$(flavour))))
+
+# The worker's CUDA backend, a shared object that it loads: for GPUs, and emulated (KVGATE_CUDA=build/kvgate-cuda-emulated.so).
+NVCC      := $(CUDA_HOME)/bin/nvcc
+CUDA_ARCH := 80 90a 100a
+NVCCFLAGS := -std=c++20 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Xptxas -v -I. -DKVGATE_VERSION='"$(VERSION)"' \
+             $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch))
+$(B)/cuda/%.o: %.cu $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h) gpu-worker/backend/sampling.h gpu-worker/backend/sample_noise.h
+	@mkdir -p $(@D)
+	$(call say,NVCC)
+	$(Q)$(NVCC) $(NVCCFLAGS) -c $< -o $@ 2> $@.ptxas || { grep -v "^ptxas info" $@.ptxas; exit 1; }
+$(B)/cuda/%.o: %.c | $(CUDA_HOME)/include/cuda_runtime.h
+	@mkdir -p $(@D)
+	$(call say,CC)
+	$(Q)$(CC) $(CFLAGS) -isystem $(CUDA_HOME)/include -c $< -o $@
+CUDA_OBJ := $(CUDA_CU:%.cu=$(B)/cuda/%.o) $(CUDA_C:%.c=$(B)/cuda/%.o)
+$(B)/kvgate-cuda.so: $(CUDA_OBJ) $(LIBS)
+	$(call say,LD)
+	$(Q)$(NVCC) -shared -cudart static $(CUDA_OBJ) $(LIBS) -o $@ $(LDLIBS)
+$(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
+	@cp $< $@
+cuda: $(B)/kvgate-cuda.so
+
+# Everything about CUDA that needs no GPU. The disassembler for the gate on registers, spills and instructions is a package.
+SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
+build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
+test-cuda: deps
+	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
+	-$(MAKE) -j$(JOBS) build/.sass $(CUDA_CU:%.cu=$(B)/cuda/%.o)
+	@B=$(B) CUDA_HOME=$(CUDA_HOME) $(PYTHON) tests/cusim/run.py
 
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so

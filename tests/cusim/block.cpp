@@ -143,11 +143,17 @@ static unsigned reachable(unsigned mask, warp_op op, const void *site)
     return (mask & ~gone) | 1u << me->lane;
 }
 
+/* Lanes that meet must have made the same call. The compiler may have copied it onto several paths: source lines count. */
+static bool alike(const thread *a, const thread *b)
+{
+    return a->op == b->op && a->mask == b->mask && (a->site == b->site || where(a->site) == where(b->site));
+}
+
 static void report_mismatch(const thread *a, const thread *b)
 {
     if (first_time(a->site, b->site, 6))
-        report("lanes %d and %d of warp %d meet in different operations: %s with mask %08x at %s, %s with mask %08x at %s",
-               a->lane, b->lane, a->warp, name_of(a->op), a->mask, where(a->site).c_str(), name_of(b->op), b->mask,
+        report("lanes %d and %d of warp %d meet in different calls: %s with mask %08x at %s, %s with mask %08x at %s", a->lane,
+               b->lane, a->warp, name_of(a->op), a->mask, where(a->site).c_str(), name_of(b->op), b->mask,
                where(b->site).c_str());
 }
 
@@ -156,18 +162,18 @@ static void complete(unsigned mask, warp_fn fn)
     thread *warp = threads + current->warp * 32;
     const void *ins[32] = {};
     void *outs[32] = {};
-    bool alike = true;
+    bool all_alike = true;
     uint32_t syncs = 0;
     for (unsigned rest = mask; rest; rest &= rest - 1) {
         thread *t = warp + __builtin_ctz(rest);
-        if (t->op != current->op || t->mask != current->mask)
-            report_mismatch(current, t), alike = false;
+        if (!alike(current, t))
+            report_mismatch(current, t), all_alike = false;
         ins[t->lane] = t->in;
         outs[t->lane] = t->out;
         syncs = std::max(syncs, t->warp_syncs + 1);
     }
     arrived[current->warp] &= ~mask;
-    if (fn && alike)
+    if (fn && all_alike)
         fn(mask, ins, outs);
     for (unsigned rest = mask; rest; rest &= rest - 1) {
         thread *t = warp + __builtin_ctz(rest);

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""make test-cuda: the CUDA backend and its emulator on a machine without a GPU.
+
+Programs run in several builds and orders of threads, planted mistakes must be found, device code must be covered, and what nvcc
+made of it must keep to the gate of sass.py. Prints a table for each; the last line is "N passed, N failed".
+"""
+import concurrent.futures
+import glob
+import os
+import subprocess
+import sys
+import time
+
+import coverage_lines
+import sass
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+BUILD = os.environ.get("B", "build")
+ORDERS = ["fwd", "rev", "rand1"]
+BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "rand2"), ("asan", "rev")]
+LIMIT = 240  # seconds for one program; the slowest takes a tenth of it on an idle machine
+
+
+class Results:
+    def __init__(self):
+        self.passed = self.failed = 0
+
+    def add(self, name, good, detail="", output=""):
+        self.passed += good
+        self.failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {name} {detail}".rstrip(), flush=True)
+        if not good and output:
+            print("    " + "\n    ".join(output.strip().splitlines()[-25:]), flush=True)
+
+
+def run(command, limit=LIMIT, **env):
+    """(exit code, output, seconds); code None: the time limit."""
+    began = time.monotonic()
+    env = dict(os.environ, ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=0", **env)
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, timeout=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return done.returncode, done.stdout.decode(errors="replace"), time.monotonic() - began
+    except subprocess.TimeoutExpired as e:
+        return None, (e.stdout or b"").decode(errors="replace") + f"\nstopped after {limit} s", time.monotonic() - began
+
+
+def program(flavour, name):
+    return os.path.join(BUILD, "cusim", flavour, "tests/cusim", name)
+
+
+def test_programs():
+    sources = sorted(glob.glob(os.path.join(ROOT, "tests/cusim/test_*.cu")) + glob.glob(os.path.join(ROOT, "tests/cusim/backend/test_*.c")))
+    return [os.path.splitext(os.path.relpath(s, os.path.join(ROOT, "tests/cusim")))[0] for s in sources]
+
+
+def run_programs(results, pool):
+    print("\nprograms, in builds and orders of threads")
+    todo = [(name, flavour, order) for name in test_programs() for flavour, order in BUILDS]
+    done = pool.map(lambda t: run([program(t[1], t[0])], CUSIM_ORDER=t[2]), todo)
+    for (name, flavour, order), (code, output, seconds) in zip(todo, done):
+        results.add(f"{name} {flavour} {order}", code == 0, f"{seconds:.1f} s", output)
+
+
+def planted_found(flavour, name, orders):
+    """Was the mistake found in any order? And is the program without it silent in all of them?"""
+    found = any(run([program(flavour, "planted"), name, "wrong"], 60, CUSIM_ORDER=o)[0] not in (0, None) for o in orders)
+    silent = all(run([program(flavour, "planted"), name, "right"], 60, CUSIM_ORDER=o)[0] == 0 for o in orders)
+    return found, silent
+
+
+def run_planted(results, pool):
+    """Each mistake must be found by the builds that planted.cu names, and no build may complain without it."""
+    print("\nplanted mistakes: found by (plain: in any of the orders %s)" % ", ".join(ORDERS))
+    _, listing, _ = run([program("plain", "planted"), "list"])
+    rows = [line.split("\t") for line in listing.splitlines()]
+    flavours = {"plain": ORDERS, "check": ["fwd"], "asan": ["fwd", "rev"]}
+    todo = [(row[0], flavour) for row in rows for flavour in flavours]
+    found = dict(zip(todo, pool.map(lambda t: planted_found(t[1], t[0], flavours[t[1]]), todo)))
+    print(f"     {'mistake':28}{'plain':8}{'check':8}{'asan':8}what it is")
+    for name, must, what in rows:
+        cells = {f: found[name, f] for f in flavours}
+        good = all(silent for _, silent in cells.values()) and all(cells[f][0] for f in must.split())
+        marks = "".join(f"{('found' if hit else '-') if silent else 'ALARM':8}" for hit, silent in cells.values())
+        results.add(f"{name:28}{marks}{what}", good, "" if good else f"(must be found by {must}; ALARM: false alarm)")
+    counts = {f: sum(found[row[0], f][0] for row in rows) for f in flavours}
+    print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
+
+
+def run_coverage(results):
+    print("\nlines of device code run under emulation")
+    folder = os.path.join(ROOT, BUILD, "cusim/cov")
+    for path in glob.glob(folder + "/**/*.gcda", recursive=True):
+        os.remove(path)
+    for name in test_programs():
+        if name.startswith("backend/"):
+            code, output, seconds = run([program("cov", name)])
+            results.add(f"{name} cov", code == 0, f"{seconds:.1f} s", output)
+    covered, total, rows = coverage_lines.measure(os.path.join(folder, "gpu-worker/backend/cuda"), "gpu-worker/backend/cuda")
+    for path, hit, lines, missing in rows:
+        print(f"     {os.path.basename(path):24}{hit:5} of {lines:5}  {'not run: ' + missing if missing else ''}")
+    if total:
+        results.add("coverage", covered >= 0.95 * total, f"{100 * covered / total:.1f} % of {total} lines (at least 95)")
+    else:
+        print("skipped: coverage (no device code was built for it)")
+
+
+def main():
+    results, began = Results(), time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        run_programs(results, pool)
+        run_planted(results, pool)
+    run_coverage(results)
+    print("\nwhat nvcc made")
+    sass.gate(os.path.join(ROOT, BUILD, "cuda"), os.environ.get("CUDA_HOME", ""), results)
+    print(f"\n{time.monotonic() - began:.0f} s\n{results.passed} passed, {results.failed} failed")
+    return 1 if results.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
