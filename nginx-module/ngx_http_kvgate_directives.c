@@ -242,20 +242,24 @@ ngx_http_kvgate_redis_resolve(ngx_conf_t *cf, ngx_str_t *text, struct kvg_redis_
 char *
 ngx_http_kvgate_add_redis(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf, ngx_str_t *text)
 {
-    struct kvg_error       err;
-    struct kvg_redis_url  *url;
+    size_t                     i;
+    struct kvg_error           err;
+    struct kvg_redis_servers  *servers = &mcf->redis;
 
-    url = ngx_array_push(&mcf->redis);
-    if (url == NULL) {
-        return NGX_CONF_ERROR;
-    }
+    i = servers->n;
 
-    if (kvg_redis_url_parse((char *) text->data, url, &err) != KVG_OK) {
+    if (kvg_redis_servers_parse((char *) text->data, servers, &err) != KVG_OK) {
         ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "kvgate_redis: %s", err.message);
         return NGX_CONF_ERROR;
     }
 
-    return url->path[0] ? NGX_CONF_OK : ngx_http_kvgate_redis_resolve(cf, text, url);
+    for ( /* void */ ; i < servers->n; i++) {
+        if (servers->urls[i].path[0] == '\0' && ngx_http_kvgate_redis_resolve(cf, text, &servers->urls[i]) != NGX_CONF_OK) {
+            return NGX_CONF_ERROR;
+        }
+    }
+
+    return NGX_CONF_OK;
 }
 
 
@@ -269,7 +273,7 @@ ngx_http_kvgate_redis(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
 
     value = cf->args->elts;
 
-    if (mcf->redis.nelts) {
+    if (mcf->redis.n) {
         return "is duplicate";
     }
 

@@ -174,9 +174,7 @@ ngx_http_kvgate_create_main_conf(ngx_conf_t *cf)
 
     mcf->redis_timeout = NGX_CONF_UNSET_MSEC;
 
-    if (ngx_array_init(&mcf->models, cf->pool, 2, sizeof(ngx_http_kvgate_model_t)) != NGX_OK
-        || ngx_array_init(&mcf->redis, cf->pool, 2, sizeof(struct kvg_redis_url)) != NGX_OK)
-    {
+    if (ngx_array_init(&mcf->models, cf->pool, 2, sizeof(ngx_http_kvgate_model_t)) != NGX_OK) {
         return NULL;
     }
 
@@ -202,7 +200,7 @@ ngx_http_kvgate_init_main_conf(ngx_conf_t *cf, void *conf)
         return NGX_CONF_ERROR;
     }
 
-    if (mcf->redis.nelts == 0 && ngx_http_kvgate_add_redis(cf, mcf, &local) != NGX_CONF_OK) {
+    if (mcf->redis.n == 0 && ngx_http_kvgate_add_redis(cf, mcf, &local) != NGX_CONF_OK) {
         return NGX_CONF_ERROR;
     }
 

@@ -1,11 +1,13 @@
 /* One connection to Redis per nginx worker: hiredis' asynchronous client on nginx's event loop, pipelined.
  *
- *   tick, each second   no connection -> connect to the next URL; silent for two ticks -> drop it; else poll workers.lua
+ *   tick, each second   no connection -> connect to the next server, or ask the next Sentinel for it; silent for two ticks -> drop
+ *                       it; else poll workers.lua. Of several servers each is tried within AGAIN, then all again after a second
+ *   ROLE beside a poll  where there are several servers or Sentinels: a replica is dropped, since somewhere there is a master
  *   route query         EVALSHA (EVAL after NOSCRIPT) with a timer; a reply that comes too late is only thrown away
  *   BREAKER timeouts in a row -> queries answer REDIS_TIMEOUT at once, until a poll is answered in time; while that lasts, one is
  *                       sent every PROBE, as soon as the one before is answered, so no request pays for finding out
  *
- * Events are level-triggered: hiredis reads 16 KiB an event and would stall under edge-triggered ones.
+ * Its replies are guarded by replies.c, its events are in hiredis.c.
  */
 #include "ngx_http_kvgate.h"
 #include <hiredis/async.h>
@@ -14,6 +16,7 @@
 #define NGX_HTTP_KVGATE_SILENT   2
 #define NGX_HTTP_KVGATE_BREAKER  3
 #define NGX_HTTP_KVGATE_PROBE    100
+#define NGX_HTTP_KVGATE_AGAIN    20
 
 
 /* A script call on its way. Freed by its reply, which hiredis delivers (as NULL) even when the connection goes. */
@@ -34,7 +37,10 @@ struct ngx_http_kvgate_call_s {
 typedef struct {
     ngx_http_kvgate_main_conf_t   *conf;
     redisAsyncContext             *context;
-    ngx_uint_t                     url;       /* of context */
+    redisAsyncContext             *sentinel;  /* while one is asked */
+    ngx_uint_t                     next;      /* of the servers, to be tried next */
+    ngx_uint_t                     tries;     /* since one answered */
+    struct kvg_redis_url           url;       /* of context, or tried last */
     ngx_uint_t                     silent;    /* ticks since the last reply */
     ngx_uint_t                     timeouts;  /* in a row */
     ngx_uint_t                     polls;     /* under way */
@@ -51,110 +57,31 @@ static void ngx_http_kvgate_redis_poll(void);
 static ngx_http_kvgate_redis_t  redis;
 
 
-/* ---- hiredis on nginx's events ---- */
-
-static void
-ngx_http_kvgate_redis_read(ngx_event_t *ev)
-{
-    ngx_connection_t  *c = ev->data;
-
-    if (c->close) {
-        /* nginx closes idle connections: this worker is quitting */
-        redisAsyncFree(c->data);
-        return;
-    }
-
-    redisAsyncHandleRead(c->data);
-}
-
-
-static void
-ngx_http_kvgate_redis_write(ngx_event_t *ev)
-{
-    ngx_connection_t  *c = ev->data;
-
-    redisAsyncHandleWrite(c->data);
-}
-
-
-static void
-ngx_http_kvgate_redis_add_read(void *data)
-{
-    ngx_connection_t  *c = data;
-
-    if (!c->read->active) {
-        (void) ngx_add_event(c->read, NGX_READ_EVENT, NGX_LEVEL_EVENT);
-    }
-}
-
-
-static void
-ngx_http_kvgate_redis_del_read(void *data)
-{
-    ngx_connection_t  *c = data;
-
-    if (c->read->active) {
-        (void) ngx_del_event(c->read, NGX_READ_EVENT, 0);
-    }
-}
-
-
-static void
-ngx_http_kvgate_redis_add_write(void *data)
-{
-    ngx_connection_t  *c = data;
-
-    if (!c->write->active) {
-        (void) ngx_add_event(c->write, NGX_WRITE_EVENT, NGX_LEVEL_EVENT);
-    }
-}
-
-
-static void
-ngx_http_kvgate_redis_del_write(void *data)
-{
-    ngx_connection_t  *c = data;
-
-    if (c->write->active) {
-        (void) ngx_del_event(c->write, NGX_WRITE_EVENT, 0);
-    }
-}
-
-
-/* hiredis closes the descriptor itself, after this. */
-static void
-ngx_http_kvgate_redis_cleanup(void *data)
-{
-    ngx_connection_t  *c = data;
-
-    ngx_http_kvgate_redis_del_read(c);
-    ngx_http_kvgate_redis_del_write(c);
-
-    if (c->read->posted) {
-        ngx_delete_posted_event(c->read);
-    }
-
-    if (c->write->posted) {
-        ngx_delete_posted_event(c->write);
-    }
-
-    /* nginx's free list overwrites c->data */
-    if (redis.context == c->data) {
-        redis.context = NULL;
-        redis.connected = 0;
-    }
-
-    ngx_free_connection(c);
-    c->fd = (ngx_socket_t) -1;
-}
-
-
 /* ---- connecting ---- */
 
-static struct kvg_redis_url *
-ngx_http_kvgate_redis_url(void)
+/* What was tried is of no use: one after the other is tried at once, then all of them each second. */
+static void
+ngx_http_kvgate_redis_again(void)
 {
-    return (struct kvg_redis_url *) redis.conf->redis.elts + redis.url;
+    if (redis.tries < redis.conf->redis.n && redis.conf->redis.n > 1 && redis.tick.timer_set) {
+        ngx_add_timer(&redis.tick, NGX_HTTP_KVGATE_AGAIN);
+    }
+}
+
+
+/* hiredis gives the connection up. */
+static void
+ngx_http_kvgate_redis_gone(redisAsyncContext *context)
+{
+    if (redis.context == context) {
+        redis.context = NULL;
+        redis.connected = 0;
+        ngx_http_kvgate_redis_again();
+
+    } else if (redis.sentinel == context) {
+        redis.sentinel = NULL;
+        ngx_http_kvgate_redis_again();
+    }
 }
 
 
@@ -165,7 +92,7 @@ ngx_http_kvgate_redis_complain(const char *what)
         redis.complained = 1;
         ngx_log_error(NGX_LOG_ERR, ngx_cycle->log, 0,
                       "kvgate: redis %s: %s; requests are routed without it, retrying each second",
-                      ngx_http_kvgate_redis_url()->shown, what);
+                      redis.url.shown, what);
     }
 }
 
@@ -204,7 +131,7 @@ ngx_http_kvgate_redis_greeted(redisAsyncContext *context, void *data, void *priv
     redis.silent = 0;
 
     if (reply->type == REDIS_REPLY_ERROR) {
-        ngx_http_kvgate_complain(NGX_LOG_ERR, ngx_cycle->log, "redis %s: %s: %s", ngx_http_kvgate_redis_url()->shown,
+        ngx_http_kvgate_complain(NGX_LOG_ERR, ngx_cycle->log, "redis %s: %s: %s", redis.url.shown,
                                  (char *) privdata, reply->str);
     }
 }
@@ -214,7 +141,7 @@ static void
 ngx_http_kvgate_redis_greet(void)
 {
     redisAsyncContext            *context = redis.context;
-    struct kvg_redis_url         *url = ngx_http_kvgate_redis_url();
+    struct kvg_redis_url         *url = &redis.url;
 
     if (url->user[0]) {
         redisAsyncCommand(context, ngx_http_kvgate_redis_greeted, "AUTH", "AUTH %s %s", url->user, url->password);
@@ -232,54 +159,142 @@ ngx_http_kvgate_redis_greet(void)
 }
 
 
-static void
-ngx_http_kvgate_redis_connect(void)
+/* Whether a server that takes no writes is to be left for another. */
+static ngx_uint_t
+ngx_http_kvgate_redis_several(void)
 {
-    ngx_connection_t             *c;
-    redisAsyncContext            *context;
-    struct kvg_redis_url         *url;
+    return redis.conf->redis.n > 1 || redis.conf->redis.master[0];
+}
 
-    url = ngx_http_kvgate_redis_url();
+
+static void
+ngx_http_kvgate_redis_role(redisAsyncContext *context, void *data, void *privdata)
+{
+    redisReply  *reply = data;
+
+    if (reply == NULL || context != redis.context) {
+        return;
+    }
+
+    redis.silent = 0;
+
+    if (reply->type == REDIS_REPLY_ERROR) {
+        ngx_http_kvgate_complain(NGX_LOG_ERR, ngx_cycle->log, "redis %s: ROLE: %s: it is used even if it takes no writes", redis.url.shown,
+                                 reply->str);
+        return;
+    }
+
+    if (reply->type == REDIS_REPLY_ARRAY && reply->elements && reply->element[0]->type == REDIS_REPLY_STRING
+        && ngx_strcmp(reply->element[0]->str, "master") != 0)
+    {
+        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "redis %s is a replica: looking for the master", redis.url.shown);
+        redisAsyncFree(context);
+        return;
+    }
+
+    redis.tries = 0;
+}
+
+
+/* redis.url, with its events. NULL: not even begun. */
+static redisAsyncContext *
+ngx_http_kvgate_redis_open(void)
+{
+    redisAsyncContext     *context;
+    struct kvg_redis_url  *url = &redis.url;
+
     context = url->path[0] ? redisAsyncConnectUnix(url->path) : redisAsyncConnect(url->host, url->port);
 
     if (context == NULL) {
-        return;
+        return NULL;
     }
 
     if (context->err) {
         ngx_http_kvgate_redis_complain(context->errstr);
         redisAsyncFree(context);
-        return;
+        return NULL;
     }
 
-    c = ngx_get_connection(context->c.fd, ngx_cycle->log);
-    if (c == NULL) {
+    if (ngx_http_kvgate_hiredis_attach(context, ngx_http_kvgate_redis_gone) != NGX_OK) {
         redisAsyncFree(context);
-        return;
+        return NULL;
     }
 
     ngx_http_kvgate_replies_guard(context);
-
-    c->data = context;
-    c->idle = 1;
-    c->read->handler = ngx_http_kvgate_redis_read;
-    c->write->handler = ngx_http_kvgate_redis_write;
-    c->read->log = ngx_cycle->log;
-    c->write->log = ngx_cycle->log;
-
-    context->ev.data = c;
-    context->ev.addRead = ngx_http_kvgate_redis_add_read;
-    context->ev.delRead = ngx_http_kvgate_redis_del_read;
-    context->ev.addWrite = ngx_http_kvgate_redis_add_write;
-    context->ev.delWrite = ngx_http_kvgate_redis_del_write;
-    context->ev.cleanup = ngx_http_kvgate_redis_cleanup;
     redisAsyncSetConnectCallback(context, ngx_http_kvgate_redis_on_connect);
     redisAsyncSetDisconnectCallback(context, ngx_http_kvgate_redis_on_disconnect);
-
-    redis.context = context;
     redis.silent = 0;
-    ngx_http_kvgate_redis_greet();
-    ngx_http_kvgate_redis_poll();
+
+    return context;
+}
+
+
+static void
+ngx_http_kvgate_redis_begin(void)
+{
+    redis.context = ngx_http_kvgate_redis_open();
+
+    if (redis.context) {
+        ngx_http_kvgate_redis_greet();
+        ngx_http_kvgate_redis_poll();
+    }
+}
+
+
+/* A Sentinel says where the master is. Names are not taken: looking them up would hold up all requests. */
+static void
+ngx_http_kvgate_redis_told(redisAsyncContext *context, void *data, void *privdata)
+{
+    redisReply            *reply = data;
+    in_addr_t              v4;
+    struct in6_addr        v6;
+    struct kvg_error       err;
+    struct kvg_redis_url   master;
+
+    if (reply == NULL || context != redis.sentinel) {
+        return;
+    }
+
+    err.message[0] = '\0';
+
+    if (reply->type != REDIS_REPLY_ARRAY || reply->elements != 2 || reply->element[0]->type != REDIS_REPLY_STRING
+        || reply->element[1]->type != REDIS_REPLY_STRING)
+    {
+        ngx_http_kvgate_redis_complain(reply->type == REDIS_REPLY_ERROR ? reply->str : "knows no such master");
+
+    } else if (kvg_redis_master(&redis.conf->redis, reply->element[0]->str, reply->element[1]->str, &master, &err) != KVG_OK) {
+        ngx_http_kvgate_redis_complain(err.message);
+
+    } else if (inet_pton(AF_INET, master.host, &v4) != 1 && inet_pton(AF_INET6, master.host, &v6) != 1) {
+        ngx_http_kvgate_redis_complain("names the master by a host name; set \"resolve-hostnames no\" there");
+
+    } else {
+        redis.sentinel = NULL;  /* its cleanup tries nothing else */
+        redis.url = master;
+        ngx_http_kvgate_redis_begin();
+    }
+
+    redisAsyncFree(context);
+}
+
+
+static void
+ngx_http_kvgate_redis_connect(void)
+{
+    redis.url = redis.conf->redis.urls[redis.next];
+    redis.next = (redis.next + 1) % redis.conf->redis.n;
+    redis.tries++;
+
+    if (redis.conf->redis.master[0] == '\0') {
+        ngx_http_kvgate_redis_begin();
+        return;
+    }
+
+    redis.sentinel = ngx_http_kvgate_redis_open();
+
+    if (redis.sentinel) {
+        redisAsyncCommand(redis.sentinel, ngx_http_kvgate_redis_told, NULL, "SENTINEL GET-MASTER-ADDR-BY-NAME %s", redis.conf->redis.master);
+    }
 }
 
 
@@ -290,21 +305,23 @@ ngx_http_kvgate_redis_tick(ngx_event_t *ev)
         return;
     }
 
-    if (redis.context && redis.silent >= NGX_HTTP_KVGATE_SILENT) {
+    if ((redis.context || redis.sentinel) && redis.silent >= NGX_HTTP_KVGATE_SILENT) {
         ngx_http_kvgate_redis_complain("no answer for two seconds");
-        redisAsyncFree(redis.context);
+        redisAsyncFree(redis.context ? redis.context : redis.sentinel);
     }
 
-    if (redis.context) {
+    if (redis.context || redis.sentinel) {
         redis.silent++;
-        ngx_http_kvgate_redis_poll();
 
     } else {
-        redis.url = (redis.url + 1) % redis.conf->redis.nelts;
         ngx_http_kvgate_redis_connect();
     }
 
     ngx_add_timer(ev, NGX_HTTP_KVGATE_TICK);
+
+    if (redis.context && redis.silent) {
+        ngx_http_kvgate_redis_poll();
+    }
 }
 
 
@@ -352,6 +369,10 @@ ngx_http_kvgate_redis_exit(void)
 
     if (redis.probe.timer_set) {
         ngx_del_timer(&redis.probe);
+    }
+
+    if (redis.sentinel) {
+        redisAsyncFree(redis.sentinel);
     }
 
     if (redis.context) {
@@ -452,7 +473,7 @@ ngx_http_kvgate_redis_answers(ngx_http_kvgate_call_t *call)
     if (!redis.connected && redis.context) {
         redis.connected = 1;
         redis.complained = 0;
-        ngx_log_error(NGX_LOG_NOTICE, ngx_cycle->log, 0, "kvgate: redis %s answers", ngx_http_kvgate_redis_url()->shown);
+        ngx_log_error(NGX_LOG_NOTICE, ngx_cycle->log, 0, "kvgate: redis %s answers", redis.url.shown);
     }
 }
 
@@ -478,7 +499,7 @@ ngx_http_kvgate_redis_reply(redisAsyncContext *context, void *data, void *privda
     }
 
     if (reply->type == REDIS_REPLY_ERROR) {
-        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "redis %s: %s.lua: %s", ngx_http_kvgate_redis_url()->shown,
+        ngx_http_kvgate_complain(NGX_LOG_WARN, ngx_cycle->log, "redis %s: %s.lua: %s", redis.url.shown,
                                  kvg_script(call->script)->name, reply->str);
         ngx_http_kvgate_call_done(call, NGX_HTTP_KVGATE_REDIS_ERROR, NULL);
 
@@ -528,6 +549,10 @@ ngx_http_kvgate_redis_poll(void)
     ngx_uint_t                i;
     ngx_http_kvgate_call_t   *call;
     ngx_http_kvgate_model_t  *model;
+
+    if (redis.context && ngx_http_kvgate_redis_several()) {
+        redisAsyncCommand(redis.context, ngx_http_kvgate_redis_role, NULL, "ROLE");
+    }
 
     model = redis.conf->models.elts;
 

@@ -1,5 +1,7 @@
+#define _GNU_SOURCE
 #include "redis-schemas/url.h"
 #include <ctype.h>
+#include <hiredis/hiredis.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -94,7 +96,8 @@ static int parse_address(const char *text, size_t len, struct kvg_redis_url *out
             host_end = end;
         text = host_end;
     }
-    if (!text || host_end == host || (size_t)(host_end - host) >= sizeof out->host || (text < end && *text != ':'))
+    if (!text || host_end == host || memchr(host, ',', (size_t)(host_end - host)) ||
+        (size_t)(host_end - host) >= sizeof out->host || (text < end && *text != ':'))
         return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
     memcpy(out->host, host, (size_t)(host_end - host));
     if (text < end) {
@@ -113,7 +116,11 @@ int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_e
     if (!strncasecmp(url, "unix:", 5))
         return parse_unix(url + 5, out, err);
     if (!strncasecmp(url, "rediss://", 9))
-        return kvg_fail(err, KVG_INVALID, "Redis URL: rediss:// (TLS) is not supported; use a local TLS proxy");
+        return kvg_fail(err, KVG_INVALID,
+                        "Redis URL: rediss:// (TLS) is not supported, its client library hiredis %d.%d has none: run a TLS proxy "
+                        "such as stunnel "
+                        "beside this program and name its plain address or unix socket",
+                        HIREDIS_MAJOR, HIREDIS_MINOR);
     if (strncasecmp(url, "redis://", 8))
         return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
     const char *rest = url + 8, *slash, *at = strrchr(rest, '@');
@@ -132,5 +139,78 @@ int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_e
         out->db = (int)db;
     }
     snprintf(out->shown, sizeof out->shown, "%s:%u db %d", out->host, out->port, out->db);
+    return 0;
+}
+
+/* sentinel://[[user]:password@]host[:port],…/master[/db]; text begins behind the scheme. */
+static int parse_sentinels(const char *text, struct kvg_redis_servers *out, struct kvg_error *err)
+{
+    static const char shape[] = "Redis URL: expected sentinel://[[user]:password@]host[:port],host[:port],…/master[/db]";
+    const char *slash = strchr(text, '/'), *at = slash ? memrchr(text, '@', (size_t)(slash - text)) : NULL;
+    if (out->n)
+        return kvg_fail(err, KVG_INVALID, "Redis URL: a sentinel:// must be the only one");
+    if (at) {
+        if (parse_credentials(text, (size_t)(at - text), &out->login, err))
+            return KVG_INVALID;
+        text = at + 1;
+    }
+    const char *name = slash ? slash + 1 : "", *db = strchr(name, '/');
+    size_t len = db ? (size_t)(db - name) : strlen(name);
+    long number = db && db[1] ? parse_number(db + 1, strlen(db + 1), 1 << 20) : 0;
+    if (!len || len >= sizeof out->master || number < 0)
+        return kvg_fail(err, KVG_INVALID, "%s", shape);
+    memcpy(out->master, name, len);
+    out->login.db = (int)number;
+    while (text < slash) {
+        const char *comma = memchr(text, ',', (size_t)(slash - text)), *end = comma ? comma : slash;
+        struct kvg_redis_url url = {.port = 26379};
+        if (out->n == KVG_REDIS_SERVERS)
+            return kvg_fail(err, KVG_INVALID, "Redis URL: more than %d Sentinels", KVG_REDIS_SERVERS);
+        if (parse_address(text, (size_t)(end - text), &url, err))
+            return KVG_INVALID;
+        snprintf(url.shown, sizeof url.shown, "sentinel %s:%u", url.host, url.port);
+        out->urls[out->n++] = url;
+        text = end + (comma != NULL);
+    }
+    return out->n ? 0 : kvg_fail(err, KVG_INVALID, "%s", shape);
+}
+
+int kvg_redis_servers_parse(const char *text, struct kvg_redis_servers *out, struct kvg_error *err)
+{
+    if (!strncasecmp(text, "sentinel://", 11))
+        return parse_sentinels(text + 11, out, err);
+    if (out->master[0])
+        return kvg_fail(err, KVG_INVALID, "Redis URL: a sentinel:// must be the only one");
+    /* A comma within a password is written as it is where only one URL is given. */
+    while (*text) {
+        char one[1024];
+        const char *comma = strstr(text, ",redis://"), *local = strstr(text, ",unix:");
+        comma = !comma || (local && local < comma) ? local : comma;
+        size_t len = comma ? (size_t)(comma - text) : strlen(text);
+        if (len >= sizeof one)
+            return kvg_fail(err, KVG_INVALID, "Redis URL: longer than %zu bytes", sizeof one - 1);
+        if (out->n == KVG_REDIS_SERVERS)
+            return kvg_fail(err, KVG_INVALID, "Redis URL: more than %d servers", KVG_REDIS_SERVERS);
+        memcpy(one, text, len);
+        one[len] = '\0';
+        if (kvg_redis_url_parse(one, &out->urls[out->n], err))
+            return KVG_INVALID;
+        out->n++;
+        text += len + (comma != NULL);
+    }
+    return out->n ? 0 : kvg_fail(err, KVG_INVALID, "%s", SHAPE);
+}
+
+int kvg_redis_master(const struct kvg_redis_servers *servers, const char *host, const char *port, struct kvg_redis_url *out,
+                     struct kvg_error *err)
+{
+    long number = parse_number(port, strlen(port), 65535);
+    *out = servers->login;
+    if (!host[0] || strlen(host) >= sizeof out->host || number < 1)
+        return kvg_fail(err, KVG_INVALID, "the Sentinel names \"%.64s\" port \"%.16s\" as the master %s", host, port,
+                        servers->master);
+    snprintf(out->host, sizeof out->host, "%s", host);
+    out->port = (uint16_t)number;
+    snprintf(out->shown, sizeof out->shown, "%.48s at %.200s:%u db %d", servers->master, out->host, out->port, out->db);
     return 0;
 }

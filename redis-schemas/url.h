@@ -1,6 +1,7 @@
 /* Where Redis is: the URLs that the worker's --redis and the gateway's kvgate_redis take. */
 #pragma once
 #include <stdint.h>
+#include <stddef.h>
 #include "libprompt/error.h"
 
 struct kvg_redis_url {
@@ -16,3 +17,21 @@ struct kvg_redis_url {
 /* redis://[[user]:password@]host[:port][/db], host being a name, IPv4 or [IPv6]; or unix:/path[?db=N]. A db on its own
  * selects it; rediss:// (TLS) is refused. 0, or KVG_INVALID with a message that never holds the password. */
 int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_error *err);
+
+/* Where to look for a Redis that takes writes: one of several servers, or the master that a Sentinel names. */
+enum { KVG_REDIS_SERVERS = 8 };
+
+struct kvg_redis_servers {
+    struct kvg_redis_url urls[KVG_REDIS_SERVERS]; /* [n], to be tried in turn: Redis servers, or Sentinels where master is set */
+    size_t n;
+    char master[129];           /* the name that Sentinels know it by; "" = urls are Redis servers */
+    struct kvg_redis_url login; /* with a master: its user, password and db */
+};
+
+/* Adds to *out (zeroed before the first) what text names: Redis URLs joined by commas, or
+ * sentinel://[[user]:password@]host[:port],host[:port],…/master[/db], which must be all there is; ports of Sentinels are 26379
+ * unless given. 0, or KVG_INVALID with a message that never holds the password. */
+int kvg_redis_servers_parse(const char *text, struct kvg_redis_servers *out, struct kvg_error *err);
+/* The URL of the master at the host and port that a Sentinel told. 0, or KVG_INVALID. */
+int kvg_redis_master(const struct kvg_redis_servers *servers, const char *host, const char *port, struct kvg_redis_url *out,
+                     struct kvg_error *err);

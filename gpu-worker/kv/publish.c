@@ -154,9 +154,9 @@ static enum answer call(struct publisher *p, enum kvg_script_id script, size_t n
     }
     enum answer answer = read_answer(reply, text, size);
     freeReplyObject(reply);
-    /* A demoted master: the address may lead to the new one. */
+    /* A demoted master: another address, or the same, may lead to the new one. */
     if (answer == ANSWER_ERROR && !strncmp(text, "READONLY", 8))
-        link_close(&p->link);
+        link_pass_on(&p->link);
     return answer;
 }
 
@@ -534,10 +534,11 @@ int publisher_open(struct publisher **out, const struct publisher_options *optio
     if (!p)
         return kvg_fail(err, KVG_NOMEM, "publisher: out of memory");
     p->queue.wake = -1;
-    if (kvg_redis_url_parse(options->redis ? options->redis : "", &p->link.url, err)) {
+    if (kvg_redis_servers_parse(options->redis ? options->redis : "", &p->link.servers, err)) {
         release(p);
         return KVG_INVALID;
     }
+    p->link.url = p->link.servers.urls[0];
     if (queue_init(&p->queue, options->queue_blocks ? options->queue_blocks : DEFAULT_QUEUE) || copy_options(p, options) ||
         pthread_create(&p->thread, NULL, run, p)) {
         release(p);

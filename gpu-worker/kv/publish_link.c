@@ -16,6 +16,12 @@ static void lost(struct publish_link *link)
     link_close(link);
 }
 
+void link_pass_on(struct publish_link *link)
+{
+    link_close(link);
+    link->next = (link->next + 1) % link->servers.n;
+}
+
 void link_close(struct publish_link *link)
 {
     if (link->context)
@@ -100,9 +106,9 @@ static void limit_replies(struct publish_link *link)
     reader->fn = &link->reading;
 }
 
-int link_open(struct publish_link *link, const char *name)
+/* Connects to link->url. */
+static int connect_url(struct publish_link *link)
 {
-    const char *setname[] = {"CLIENT", "SETNAME", name};
     link_close(link);
     errno = 0;
     link->context = link->url.path[0] ? redisConnectUnixWithTimeout(link->url.path, TIMEOUT)
@@ -112,7 +118,68 @@ int link_open(struct publish_link *link, const char *name)
         return -1;
     }
     limit_replies(link);
-    return authenticate(link) || select_db(link) || must(link, 3, setname) || read_policy(link) ? -1 : 0;
+    return 0;
+}
+
+/* Asks the Sentinel that link->url names for the master, which link->url is then. */
+static int find_master(struct publish_link *link)
+{
+    const char *argv[] = {"SENTINEL", "GET-MASTER-ADDR-BY-NAME", link->servers.master};
+    struct kvg_redis_url master;
+    struct kvg_error err;
+    if (connect_url(link))
+        return -1;
+    redisReply *reply = command(link, 3, argv, NULL);
+    if (!reply)
+        return -1;
+    int failed = -1;
+    if (reply->type == REDIS_REPLY_ARRAY && reply->elements == 2 && reply->element[0]->type == REDIS_REPLY_STRING &&
+        reply->element[1]->type == REDIS_REPLY_STRING)
+        failed = kvg_redis_master(&link->servers, reply->element[0]->str, reply->element[1]->str, &master, &err);
+    else
+        kvg_fail(&err, KVG_INVALID, "%.100s",
+                 reply->type == REDIS_REPLY_ERROR ? reply->str : "the Sentinel knows no such master");
+    freeReplyObject(reply);
+    link_close(link);
+    if (failed)
+        snprintf(link->why, sizeof link->why, "%.255s", err.message);
+    else
+        link->url = master;
+    return failed;
+}
+
+/* A server among several is of use only where it takes writes. */
+static int check_role(struct publish_link *link)
+{
+    const char *argv[] = {"ROLE"};
+    if (!link->servers.master[0] && link->servers.n < 2)
+        return 0;
+    redisReply *reply = command(link, 1, argv, NULL);
+    if (!reply)
+        return -1;
+    int replica = reply->type == REDIS_REPLY_ARRAY && reply->elements && reply->element[0]->type == REDIS_REPLY_STRING &&
+                  strcmp(reply->element[0]->str, "master");
+    freeReplyObject(reply);
+    if (replica) {
+        snprintf(link->why, sizeof link->why, "it is a replica");
+        link_close(link);
+    }
+    return replica ? -1 : 0;
+}
+
+int link_open(struct publish_link *link, const char *name)
+{
+    const char *setname[] = {"CLIENT", "SETNAME", name};
+    link->url = link->servers.urls[link->next];
+    link->next = (link->next + 1) % link->servers.n;
+    if (link->servers.master[0] && find_master(link))
+        return -1;
+    if (connect_url(link) || authenticate(link) || select_db(link) || must(link, 3, setname) || check_role(link) ||
+        read_policy(link))
+        return -1;
+    /* The same again when the connection is lost: it may only have been cut. */
+    link->next = (link->next + link->servers.n - 1) % link->servers.n;
+    return 0;
 }
 
 redisReply *link_call(struct publish_link *link, enum kvg_script_id script, const char *meta, size_t n_args,

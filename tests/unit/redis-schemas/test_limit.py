@@ -1,16 +1,19 @@
-"""limit.lua in a real Redis, against two leaky buckets as a plain model."""
+"""limit.lua in a real Redis and a real Valkey, against two leaky buckets as a plain model."""
 import random
 import threading
 
 import pytest
 
 from schemas import source
-from stack import Redis
+from stack import Redis, redis_programs
 
 
-@pytest.fixture(scope="module")
-def client():
-    with Redis() as server:
+@pytest.fixture(scope="module", params=redis_programs())
+def client(request):
+    program = redis_programs()[request.param]
+    if not program:
+        pytest.skip(f"no {request.param} installed")
+    with Redis(program=program) as server:
         yield server.client()
 
 

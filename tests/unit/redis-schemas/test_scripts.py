@@ -1,4 +1,4 @@
-"""The Lua scripts in a real Redis: the routing rule against a plain model, leases, batches, sweeping."""
+"""The Lua scripts in a real Redis and a real Valkey: the routing rule against a plain model, leases, batches, sweeping."""
 import json
 import math
 import os
@@ -10,12 +10,15 @@ import redis as redis_library
 
 from conftest import ROOT
 from schemas import BLOCK, FINGERPRINT, FakeWorker, Schemas, random_chain, rendezvous, route_model
-from stack import Redis, wait_until
+from stack import Redis, redis_programs, wait_until
 
 
-@pytest.fixture(scope="module")
-def redis():
-    with Redis() as server:
+@pytest.fixture(scope="module", params=redis_programs())
+def redis(request):
+    program = redis_programs()[request.param]
+    if not program:
+        pytest.skip(f"no {request.param} installed")
+    with Redis(program=program) as server:
         yield server
 
 

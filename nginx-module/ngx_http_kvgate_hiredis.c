@@ -1,0 +1,143 @@
+/* hiredis' asynchronous client on nginx's events. They are level-triggered: it reads 16 KiB an event and would stall under edge-triggered
+ * ones.
+ */
+#include "ngx_http_kvgate.h"
+#include <hiredis/async.h>
+
+
+typedef struct {
+    redisAsyncContext  *context;
+    void              (*gone)(redisAsyncContext *context);
+} ngx_http_kvgate_link_t;
+
+
+static void
+ngx_http_kvgate_hiredis_read(ngx_event_t *ev)
+{
+    ngx_connection_t        *c = ev->data;
+    ngx_http_kvgate_link_t  *link = c->data;
+
+    if (c->close) {
+        /* nginx closes idle connections: this worker is quitting */
+        redisAsyncFree(link->context);
+        return;
+    }
+
+    redisAsyncHandleRead(link->context);
+}
+
+
+static void
+ngx_http_kvgate_hiredis_write(ngx_event_t *ev)
+{
+    ngx_connection_t        *c = ev->data;
+    ngx_http_kvgate_link_t  *link = c->data;
+
+    redisAsyncHandleWrite(link->context);
+}
+
+
+static void
+ngx_http_kvgate_hiredis_add_read(void *data)
+{
+    ngx_connection_t  *c = data;
+
+    if (!c->read->active) {
+        (void) ngx_add_event(c->read, NGX_READ_EVENT, NGX_LEVEL_EVENT);
+    }
+}
+
+
+static void
+ngx_http_kvgate_hiredis_del_read(void *data)
+{
+    ngx_connection_t  *c = data;
+
+    if (c->read->active) {
+        (void) ngx_del_event(c->read, NGX_READ_EVENT, 0);
+    }
+}
+
+
+static void
+ngx_http_kvgate_hiredis_add_write(void *data)
+{
+    ngx_connection_t  *c = data;
+
+    if (!c->write->active) {
+        (void) ngx_add_event(c->write, NGX_WRITE_EVENT, NGX_LEVEL_EVENT);
+    }
+}
+
+
+static void
+ngx_http_kvgate_hiredis_del_write(void *data)
+{
+    ngx_connection_t  *c = data;
+
+    if (c->write->active) {
+        (void) ngx_del_event(c->write, NGX_WRITE_EVENT, 0);
+    }
+}
+
+
+/* hiredis closes the descriptor itself, after this. */
+static void
+ngx_http_kvgate_hiredis_cleanup(void *data)
+{
+    ngx_connection_t  *c = data;
+
+    ngx_http_kvgate_hiredis_del_read(c);
+    ngx_http_kvgate_hiredis_del_write(c);
+
+    if (c->read->posted) {
+        ngx_delete_posted_event(c->read);
+    }
+
+    if (c->write->posted) {
+        ngx_delete_posted_event(c->write);
+    }
+
+    /* nginx's free list overwrites c->data */
+    ((ngx_http_kvgate_link_t *) c->data)->gone(((ngx_http_kvgate_link_t *) c->data)->context);
+    ngx_free(c->data);
+    ngx_free_connection(c);
+    c->fd = (ngx_socket_t) -1;
+}
+
+
+ngx_int_t
+ngx_http_kvgate_hiredis_attach(redisAsyncContext *context, void (*gone)(redisAsyncContext *context))
+{
+    ngx_connection_t        *c;
+    ngx_http_kvgate_link_t  *link;
+
+    link = ngx_alloc(sizeof(ngx_http_kvgate_link_t), ngx_cycle->log);
+    if (link == NULL) {
+        return NGX_ERROR;
+    }
+
+    c = ngx_get_connection(context->c.fd, ngx_cycle->log);
+    if (c == NULL) {
+        ngx_free(link);
+        return NGX_ERROR;
+    }
+
+    link->context = context;
+    link->gone = gone;
+    c->data = link;
+    c->idle = 1;
+    c->read->handler = ngx_http_kvgate_hiredis_read;
+    c->write->handler = ngx_http_kvgate_hiredis_write;
+    c->read->log = ngx_cycle->log;
+    c->write->log = ngx_cycle->log;
+
+    context->ev.data = c;
+    context->ev.addRead = ngx_http_kvgate_hiredis_add_read;
+    context->ev.delRead = ngx_http_kvgate_hiredis_del_read;
+    context->ev.addWrite = ngx_http_kvgate_hiredis_add_write;
+    context->ev.delWrite = ngx_http_kvgate_hiredis_del_write;
+    context->ev.cleanup = ngx_http_kvgate_hiredis_cleanup;
+
+    return NGX_OK;
+}
