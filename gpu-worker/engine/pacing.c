@@ -1,7 +1,8 @@
 #include "gpu-worker/engine/pacing.h"
 
 enum { LEAST = 16, FIRST_RATE = 400 };
-static const double alone = 0.5, beside_streams = 0.05; /* seconds */
+static const double alone = 0.5, beside_streams = 0.02; /* seconds */
+static const double decode_steps = 2.5;
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed)
 {
@@ -12,8 +13,8 @@ static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
 {
     if (n_decodes == 0)
         return alone;
-    double twice = 2 * pacing->decode_seconds;
-    return twice < beside_streams ? beside_streams : twice < alone ? twice : alone;
+    double longer = decode_steps * pacing->decode_seconds;
+    return longer < beside_streams ? beside_streams : longer < alone ? longer : alone;
 }
 
 uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes)

@@ -1,9 +1,9 @@
 /* How many prompt rows a step may take, so that it lasts about as long as it should.
  *
- * While a stream decodes, a step is cut to 50 ms, because the stream's next token waits for it; or to twice a step of decode
- * rows alone, where that is longer: on a slow machine tiny chunks would pay the fixed cost of a step again and again. Otherwise
- * a step takes 500 ms: heartbeats and cancellations wait for it. The rate is measured apart for both, because decode rows cost
- * more than prompt rows.
+ * While a stream decodes, a step is cut to 2.5 steps of decode rows alone, because the stream's next token waits for it: the
+ * prompt then keeps about 60 % of the rate that it has by itself, and the streams' slowest tokens take about twice as long as
+ * without it. Not below 20 ms: tiny chunks would pay the fixed cost of a step again and again. Otherwise a step takes 500 ms:
+ * heartbeats and cancellations wait for it. The rate is measured apart for both, because decode rows cost more than prompt rows.
  */
 #pragma once
 #include <stdbool.h>
