@@ -33,64 +33,25 @@ typedef __m512 v16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
 
-V_INLINE v16 v16_load(const float *p)
-{
-    return _mm512_loadu_ps(p);
-}
-V_INLINE void v16_store(float *p, v16 a)
-{
-    _mm512_storeu_ps(p, a);
-}
-V_INLINE v16 v16_set1(float x)
-{
-    return _mm512_set1_ps(x);
-}
-V_INLINE v16 v16_add(v16 a, v16 b)
-{
-    return _mm512_add_ps(a, b);
-}
-V_INLINE v16 v16_sub(v16 a, v16 b)
-{
-    return _mm512_sub_ps(a, b);
-}
-V_INLINE v16 v16_mul(v16 a, v16 b)
-{
-    return _mm512_mul_ps(a, b);
-}
-V_INLINE v16 v16_div(v16 a, v16 b)
-{
-    return _mm512_div_ps(a, b);
-}
-V_INLINE v16 v16_max(v16 a, v16 b)
-{
-    return _mm512_max_ps(a, b);
-}
-V_INLINE v16 v16_min(v16 a, v16 b)
-{
-    return _mm512_min_ps(a, b);
-}
-V_INLINE v16 v16_abs(v16 a)
-{
-    return _mm512_abs_ps(a);
-}
-V_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
-{
-    return _mm512_fmadd_ps(a, b, c);
-}
-V_INLINE v16 v16_round(v16 a)
-{
-    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+V_INLINE v16 v16_load(const float *p) { return _mm512_loadu_ps(p); }
+V_INLINE void v16_store(float *p, v16 a) { _mm512_storeu_ps(p, a); }
+V_INLINE v16 v16_set1(float x) { return _mm512_set1_ps(x); }
+V_INLINE v16 v16_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+V_INLINE v16 v16_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+V_INLINE v16 v16_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+V_INLINE v16 v16_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+V_INLINE v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+V_INLINE v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+V_INLINE v16 v16_abs(v16 a) { return _mm512_abs_ps(a); }
+V_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+V_INLINE v16 v16_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* a * 2^n for integral n in -126..127 */
 V_INLINE v16 v16_scale2(v16 a, v16 n)
 {
     __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
     return _mm512_mul_ps(a, _mm512_castsi512_ps(e));
 }
-V_INLINE v16 v16_from_f16(const uint16_t *p)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
+V_INLINE v16 v16_from_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 V_INLINE void v16_to_f16(uint16_t *p, v16 a)
 {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -99,19 +60,10 @@ V_INLINE v16 v16_from_bf16(const uint16_t *p)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
-V_INLINE v16 v16_from_u8(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
-V_INLINE v16 v16_from_i8(const int8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 /* lanes i with i < n keep a, the others become b */
-V_INLINE v16 v16_first(int n, v16 a, v16 b)
-{
-    return _mm512_mask_mov_ps(b, (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1), a);
-}
+V_INLINE v16 v16_first(int n, v16 a, v16 b) { return _mm512_mask_mov_ps(b, (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1), a); }
 /* rounds to nearest, stores 16 int8 (values must fit) and returns their sum */
 V_INLINE int32_t v16_to_i8(int8_t *p, v16 a)
 {
@@ -119,26 +71,11 @@ V_INLINE int32_t v16_to_i8(int8_t *p, v16 a)
     _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(i));
     return _mm512_reduce_add_epi32(i);
 }
-V_INLINE i32x16 i32x16_set1(int32_t x)
-{
-    return _mm512_set1_epi32(x);
-}
-V_INLINE v16 v16_from_i32(i32x16 a)
-{
-    return _mm512_cvtepi32_ps(a);
-}
-V_INLINE u8x64 u8x64_load(const uint8_t *p)
-{
-    return _mm512_loadu_si512(p);
-}
-V_INLINE u8x64 u8x64_low4(u8x64 a)
-{
-    return _mm512_and_si512(a, _mm512_set1_epi8(15));
-}
-V_INLINE u8x64 u8x64_high4(u8x64 a)
-{
-    return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
-}
+V_INLINE i32x16 i32x16_set1(int32_t x) { return _mm512_set1_epi32(x); }
+V_INLINE v16 v16_from_i32(i32x16 a) { return _mm512_cvtepi32_ps(a); }
+V_INLINE u8x64 u8x64_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+V_INLINE u8x64 u8x64_low4(u8x64 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+V_INLINE u8x64 u8x64_high4(u8x64 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 V_INLINE u8x64 u8x64_add_bits(u8x64 a, const uint8_t *bits, char value)
 {
     uint64_t mask;
@@ -152,27 +89,10 @@ V_INLINE i32x16 i32x16_dot(i32x16 sum, u8x64 a, const int8_t *x)
     memcpy(&x4, x, 4);
     return _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(x4));
 }
-V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x)
-{
-    return i32x16_dot(sum, a, x);
-}
-V_INLINE i32x16 i32x16_add(i32x16 a, i32x16 b)
-{
-    return _mm512_add_epi32(a, b);
-}
-V_INLINE i32x16 i32x16_and(i32x16 a, int32_t b)
-{
-    return _mm512_and_si512(a, _mm512_set1_epi32(b));
-}
+V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x) { return i32x16_dot(sum, a, x); }
+V_INLINE i32x16 i32x16_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
+V_INLINE i32x16 i32x16_and(i32x16 a, int32_t b) { return _mm512_and_si512(a, _mm512_set1_epi32(b)); }
 #define i32x16_sra(a, n) _mm512_srai_epi32(a, n)
-V_INLINE i32x16 i32x16_load(const int32_t *p)
-{
-    return _mm512_loadu_si512(p);
-}
-V_INLINE void i32x16_store(int32_t *p, i32x16 a)
-{
-    _mm512_storeu_si512(p, a);
-}
 /* Rounds 32 values of at most 32512 to a = 256 high + low, -128 <= low < 128. */
 V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 a, v16 b)
 {
@@ -184,8 +104,7 @@ V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 a, v16 b)
 }
 V_INLINE int32_t sum_of_32(const int8_t *p)
 {
-    __m256i ones = _mm256_set1_epi8(1),
-            s = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, _mm256_loadu_si256((const __m256i *)p));
+    __m256i ones = _mm256_set1_epi8(1), s = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, _mm256_loadu_si256((const __m256i *)p));
     __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
@@ -197,23 +116,14 @@ V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
                                      0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0);
     return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 }
-V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
-{
-    return _mm512_mullo_epi16(pairs, _mm512_set1_epi16(x));
-}
+V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x) { return _mm512_mullo_epi16(pairs, _mm512_set1_epi16(x)); }
 /* lane l += pairs[l] * (low 16 bits of x), modulo 2^32 */
-V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x)
-{
-    return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x));
-}
+V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x)); }
 /* Sums of a group's 4-bit codes times 32 signed bytes, of 16 output rows: each half of a group fits 16 bits. */
 typedef struct {
     __m512i low, high;
 } code_sums;
-V_INLINE code_sums code_sums_zero(void)
-{
-    return (code_sums){_mm512_setzero_si512(), _mm512_setzero_si512()};
-}
+V_INLINE code_sums code_sums_zero(void) { return (code_sums){_mm512_setzero_si512(), _mm512_setzero_si512()}; }
 /* One line of packed codes: low halves times x[0..3], high halves (kept times 16) times x[16..19]. */
 V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 {
@@ -225,10 +135,7 @@ V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
     return _mm512_dpwssd_epi32(sum, _mm512_mask_blend_epi16(0xaaaaaaaa, s.low, _mm512_slli_epi32(s.high, 12)), pairs);
 }
-V_INLINE void v_prefetch(const void *p)
-{
-    _mm_prefetch((const char *)p, _MM_HINT_T0);
-}
+V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
@@ -245,52 +152,25 @@ typedef struct {
 } u8x64;
 
 #define V16_EACH(expr_a, expr_b) ((v16){(expr_a), (expr_b)})
-V_INLINE v16 v16_load(const float *p)
-{
-    return V16_EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8));
-}
+V_INLINE v16 v16_load(const float *p) { return V16_EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
 V_INLINE void v16_store(float *p, v16 x)
 {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
 }
-V_INLINE v16 v16_set1(float x)
-{
-    return V16_EACH(_mm256_set1_ps(x), _mm256_set1_ps(x));
-}
-V_INLINE v16 v16_add(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b));
-}
-V_INLINE v16 v16_sub(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b));
-}
-V_INLINE v16 v16_mul(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b));
-}
-V_INLINE v16 v16_div(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b));
-}
-V_INLINE v16 v16_max(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b));
-}
-V_INLINE v16 v16_min(v16 x, v16 y)
-{
-    return V16_EACH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b));
-}
+V_INLINE v16 v16_set1(float x) { return V16_EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+V_INLINE v16 v16_add(v16 x, v16 y) { return V16_EACH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+V_INLINE v16 v16_sub(v16 x, v16 y) { return V16_EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+V_INLINE v16 v16_mul(v16 x, v16 y) { return V16_EACH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+V_INLINE v16 v16_div(v16 x, v16 y) { return V16_EACH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+V_INLINE v16 v16_max(v16 x, v16 y) { return V16_EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+V_INLINE v16 v16_min(v16 x, v16 y) { return V16_EACH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
 V_INLINE v16 v16_abs(v16 x)
 {
     __m256 sign = _mm256_set1_ps(-0.0f);
     return V16_EACH(_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b));
 }
-V_INLINE v16 v16_fma(v16 x, v16 y, v16 z)
-{
-    return V16_EACH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
-}
+V_INLINE v16 v16_fma(v16 x, v16 y, v16 z) { return V16_EACH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
 V_INLINE v16 v16_round(v16 x)
 {
     return V16_EACH(_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
@@ -301,14 +181,10 @@ V_INLINE __m256 v8_scale2(__m256 a, __m256 n)
     __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
 }
-V_INLINE v16 v16_scale2(v16 x, v16 n)
-{
-    return V16_EACH(v8_scale2(x.a, n.a), v8_scale2(x.b, n.b));
-}
+V_INLINE v16 v16_scale2(v16 x, v16 n) { return V16_EACH(v8_scale2(x.a, n.a), v8_scale2(x.b, n.b)); }
 V_INLINE v16 v16_from_f16(const uint16_t *p)
 {
-    return V16_EACH(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
-                    _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+    return V16_EACH(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
 }
 V_INLINE void v16_to_f16(uint16_t *p, v16 x)
 {
@@ -319,26 +195,11 @@ V_INLINE __m256 v8_from_bf16(const uint16_t *p)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
-V_INLINE v16 v16_from_bf16(const uint16_t *p)
-{
-    return V16_EACH(v8_from_bf16(p), v8_from_bf16(p + 8));
-}
-V_INLINE __m256 v8_from_u8(const void *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)));
-}
-V_INLINE __m256 v8_from_i8(const void *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
-}
-V_INLINE v16 v16_from_u8(const uint8_t *p)
-{
-    return V16_EACH(v8_from_u8(p), v8_from_u8(p + 8));
-}
-V_INLINE v16 v16_from_i8(const int8_t *p)
-{
-    return V16_EACH(v8_from_i8(p), v8_from_i8(p + 8));
-}
+V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_EACH(v8_from_bf16(p), v8_from_bf16(p + 8)); }
+V_INLINE __m256 v8_from_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
+V_INLINE __m256 v8_from_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_EACH(v8_from_u8(p), v8_from_u8(p + 8)); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return V16_EACH(v8_from_i8(p), v8_from_i8(p + 8)); }
 V_INLINE v16 v16_first(int n, v16 x, v16 y)
 {
     __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -356,14 +217,8 @@ V_INLINE int32_t v16_to_i8(int8_t *p, v16 x)
     t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
 }
-V_INLINE i32x16 i32x16_set1(int32_t x)
-{
-    return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
-}
-V_INLINE v16 v16_from_i32(i32x16 x)
-{
-    return V16_EACH(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b));
-}
+V_INLINE i32x16 i32x16_set1(int32_t x) { return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+V_INLINE v16 v16_from_i32(i32x16 x) { return V16_EACH(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
 V_INLINE u8x64 u8x64_load(const uint8_t *p)
 {
     return (u8x64){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
@@ -381,8 +236,7 @@ V_INLINE __m256i bytes_of_bits(const uint8_t *bits, char value)
 {
     int32_t word;
     memcpy(&word, bits, 4);
-    __m256i spread =
-        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     __m256i select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
     __m256i x = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), spread), select);
     return _mm256_and_si256(_mm256_cmpeq_epi8(x, select), _mm256_set1_epi8(value));
@@ -416,24 +270,12 @@ V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 codes, const int8_t *x)
     __m256i s = _mm256_set1_epi32(x4);
     return (i32x16){dot_signed(sum.a, codes.a, s), dot_signed(sum.b, codes.b, s)};
 }
-V_INLINE i32x16 i32x16_add(i32x16 x, i32x16 y)
-{
-    return (i32x16){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
-}
+V_INLINE i32x16 i32x16_add(i32x16 x, i32x16 y) { return (i32x16){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 V_INLINE i32x16 i32x16_and(i32x16 x, int32_t y)
 {
     return (i32x16){_mm256_and_si256(x.a, _mm256_set1_epi32(y)), _mm256_and_si256(x.b, _mm256_set1_epi32(y))};
 }
-#define i32x16_sra(x, n)         ((i32x16){_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n)})
-V_INLINE i32x16 i32x16_load(const int32_t *p)
-{
-    return (i32x16){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 8))};
-}
-V_INLINE void i32x16_store(int32_t *p, i32x16 x)
-{
-    _mm256_storeu_si256((__m256i *)p, x.a);
-    _mm256_storeu_si256((__m256i *)(p + 8), x.b);
-}
+#define i32x16_sra(x, n) ((i32x16){_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n)})
 V_INLINE __m256i words_of(v16 x)
 {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
@@ -442,8 +284,7 @@ V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 x, v16 y)
 {
     __m256i a = words_of(x), b = words_of(y), bytes = _mm256_set1_epi16(255), half = _mm256_set1_epi16(128);
     __m256i l = _mm256_packus_epi16(_mm256_and_si256(a, bytes), _mm256_and_si256(b, bytes));
-    __m256i h =
-        _mm256_packs_epi16(_mm256_srai_epi16(_mm256_add_epi16(a, half), 8), _mm256_srai_epi16(_mm256_add_epi16(b, half), 8));
+    __m256i h = _mm256_packs_epi16(_mm256_srai_epi16(_mm256_add_epi16(a, half), 8), _mm256_srai_epi16(_mm256_add_epi16(b, half), 8));
     _mm256_storeu_si256((__m256i *)low, _mm256_permute4x64_epi64(l, 0xd8));
     _mm256_storeu_si256((__m256i *)high, _mm256_permute4x64_epi64(h, 0xd8));
 }
@@ -460,10 +301,7 @@ V_INLINE __m256i pairs8(const uint8_t *p)
     __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_or_si256(x, _mm256_slli_epi32(x, 16));
 }
-V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
-{
-    return (i32x16){pairs8(p), pairs8(p + 16)};
-}
+V_INLINE i32x16 i32x16_pairs(const uint8_t *p) { return (i32x16){pairs8(p), pairs8(p + 16)}; }
 V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
 {
     return (i32x16){_mm256_mullo_epi16(pairs.a, _mm256_set1_epi16(x)), _mm256_mullo_epi16(pairs.b, _mm256_set1_epi16(x))};
@@ -471,17 +309,13 @@ V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
 V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x)
 {
     __m256i s = _mm256_set1_epi32(x);
-    return (i32x16){_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, s)),
-                    _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, s))};
+    return (i32x16){_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, s)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, s))};
 }
 /* 16-bit sums of all even, and all odd, pairs of codes of a group: 8 * 2 * 15 * 128 < 2^15. */
 typedef struct {
     __m256i a, b;
 } code_sums;
-V_INLINE code_sums code_sums_zero(void)
-{
-    return (code_sums){_mm256_setzero_si256(), _mm256_setzero_si256()};
-}
+V_INLINE code_sums code_sums_zero(void) { return (code_sums){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 {
     int32_t low4, high4;
@@ -495,13 +329,9 @@ V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 }
 V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
-    return (i32x16){_mm256_add_epi32(sum.a, _mm256_madd_epi16(s.a, pairs.a)),
-                    _mm256_add_epi32(sum.b, _mm256_madd_epi16(s.b, pairs.b))};
+    return (i32x16){_mm256_add_epi32(sum.a, _mm256_madd_epi16(s.a, pairs.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(s.b, pairs.b))};
 }
-V_INLINE void v_prefetch(const void *p)
-{
-    _mm_prefetch((const char *)p, _MM_HINT_T0);
-}
+V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
 #else
 
@@ -516,91 +346,37 @@ typedef struct {
     uint8_t b[64];
 } u8x64;
 
-#define V16_LANES(expr)                                                                                                          \
-    ({                                                                                                                           \
-        v16 out_;                                                                                                                \
-        for (int i = 0; i < 16; i++)                                                                                             \
-            out_.f[i] = (expr);                                                                                                  \
-        out_;                                                                                                                    \
+#define V16_LANES(expr)                                                                                                                \
+    ({                                                                                                                                 \
+        v16 out_;                                                                                                                      \
+        for (int i = 0; i < 16; i++)                                                                                                   \
+            out_.f[i] = (expr);                                                                                                        \
+        out_;                                                                                                                          \
     })
-V_INLINE v16 v16_load(const float *p)
-{
-    return V16_LANES(p[i]);
-}
-V_INLINE void v16_store(float *p, v16 a)
-{
-    memcpy(p, a.f, sizeof a.f);
-}
-V_INLINE v16 v16_set1(float x)
-{
-    return V16_LANES(x);
-}
-V_INLINE v16 v16_add(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] + b.f[i]);
-}
-V_INLINE v16 v16_sub(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] - b.f[i]);
-}
-V_INLINE v16 v16_mul(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] * b.f[i]);
-}
-V_INLINE v16 v16_div(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] / b.f[i]);
-}
-V_INLINE v16 v16_max(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] > b.f[i] ? a.f[i] : b.f[i]);
-}
-V_INLINE v16 v16_min(v16 a, v16 b)
-{
-    return V16_LANES(a.f[i] < b.f[i] ? a.f[i] : b.f[i]);
-}
-V_INLINE v16 v16_abs(v16 a)
-{
-    return V16_LANES(fabsf(a.f[i]));
-}
-V_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
-{
-    return V16_LANES(fmaf(a.f[i], b.f[i], c.f[i]));
-}
+V_INLINE v16 v16_load(const float *p) { return V16_LANES(p[i]); }
+V_INLINE void v16_store(float *p, v16 a) { memcpy(p, a.f, sizeof a.f); }
+V_INLINE v16 v16_set1(float x) { return V16_LANES(x); }
+V_INLINE v16 v16_add(v16 a, v16 b) { return V16_LANES(a.f[i] + b.f[i]); }
+V_INLINE v16 v16_sub(v16 a, v16 b) { return V16_LANES(a.f[i] - b.f[i]); }
+V_INLINE v16 v16_mul(v16 a, v16 b) { return V16_LANES(a.f[i] * b.f[i]); }
+V_INLINE v16 v16_div(v16 a, v16 b) { return V16_LANES(a.f[i] / b.f[i]); }
+V_INLINE v16 v16_max(v16 a, v16 b) { return V16_LANES(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
+V_INLINE v16 v16_min(v16 a, v16 b) { return V16_LANES(a.f[i] < b.f[i] ? a.f[i] : b.f[i]); }
+V_INLINE v16 v16_abs(v16 a) { return V16_LANES(fabsf(a.f[i])); }
+V_INLINE v16 v16_fma(v16 a, v16 b, v16 c) { return V16_LANES(fmaf(a.f[i], b.f[i], c.f[i])); }
 /* |a| < 2^22: adding 1.5 * 2^23 rounds to an integer, ties to even */
-V_INLINE v16 v16_round(v16 a)
-{
-    return V16_LANES(a.f[i] + 0x1.8p23f - 0x1.8p23f);
-}
-V_INLINE v16 v16_scale2(v16 a, v16 n)
-{
-    return V16_LANES(a.f[i] * bits_f32((uint32_t)((int32_t)n.f[i] + 127) << 23));
-}
-V_INLINE v16 v16_from_f16(const uint16_t *p)
-{
-    return V16_LANES(f16_to_f32(p[i]));
-}
+V_INLINE v16 v16_round(v16 a) { return V16_LANES(a.f[i] + 0x1.8p23f - 0x1.8p23f); }
+V_INLINE v16 v16_scale2(v16 a, v16 n) { return V16_LANES(a.f[i] * bits_f32((uint32_t)((int32_t)n.f[i] + 127) << 23)); }
+V_INLINE v16 v16_from_f16(const uint16_t *p) { return V16_LANES(f16_to_f32(p[i])); }
 V_INLINE void v16_to_f16(uint16_t *p, v16 a)
 {
     for (int i = 0; i < 16; i++)
         p[i] = f32_to_f16(a.f[i]);
 }
-V_INLINE v16 v16_from_bf16(const uint16_t *p)
-{
-    return V16_LANES(bf16_to_f32(p[i]));
-}
-V_INLINE v16 v16_from_u8(const uint8_t *p)
-{
-    return V16_LANES((float)p[i]);
-}
-V_INLINE v16 v16_from_i8(const int8_t *p)
-{
-    return V16_LANES((float)p[i]);
-}
-V_INLINE v16 v16_first(int n, v16 a, v16 b)
-{
-    return V16_LANES(i < n ? a.f[i] : b.f[i]);
-}
+V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_LANES(bf16_to_f32(p[i])); }
+V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_LANES((float)p[i]); }
+V_INLINE v16 v16_from_i8(const int8_t *p) { return V16_LANES((float)p[i]); }
+V_INLINE v16 v16_first(int n, v16 a, v16 b) { return V16_LANES(i < n ? a.f[i] : b.f[i]); }
 V_INLINE int32_t v16_to_i8(int8_t *p, v16 a)
 {
     int32_t sum = 0;
@@ -618,10 +394,7 @@ V_INLINE i32x16 i32x16_set1(int32_t x)
         out.i[i] = x;
     return out;
 }
-V_INLINE v16 v16_from_i32(i32x16 a)
-{
-    return V16_LANES((float)a.i[i]);
-}
+V_INLINE v16 v16_from_i32(i32x16 a) { return V16_LANES((float)a.i[i]); }
 V_INLINE u8x64 u8x64_load(const uint8_t *p)
 {
     u8x64 out;
@@ -652,37 +425,17 @@ V_INLINE i32x16 i32x16_dot(i32x16 sum, u8x64 a, const int8_t *x)
         sum.i[l] += a.b[4 * l] * x[0] + a.b[4 * l + 1] * x[1] + a.b[4 * l + 2] * x[2] + a.b[4 * l + 3] * x[3];
     return sum;
 }
-V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x)
-{
-    return i32x16_dot(sum, a, x);
-}
-#define I32_LANES(expr)                                                                                                          \
-    ({                                                                                                                           \
-        i32x16 out_;                                                                                                             \
-        for (int i = 0; i < 16; i++)                                                                                             \
-            out_.i[i] = (int32_t)(expr);                                                                                         \
-        out_;                                                                                                                    \
+V_INLINE i32x16 i32x16_dot8(i32x16 sum, u8x64 a, const int8_t *x) { return i32x16_dot(sum, a, x); }
+#define I32_LANES(expr)                                                                                                                \
+    ({                                                                                                                                 \
+        i32x16 out_;                                                                                                                   \
+        for (int i = 0; i < 16; i++)                                                                                                   \
+            out_.i[i] = (int32_t)(expr);                                                                                               \
+        out_;                                                                                                                          \
     })
-V_INLINE i32x16 i32x16_add(i32x16 a, i32x16 b)
-{
-    return I32_LANES((uint32_t)a.i[i] + (uint32_t)b.i[i]);
-}
-V_INLINE i32x16 i32x16_and(i32x16 a, int32_t b)
-{
-    return I32_LANES(a.i[i] & b);
-}
-V_INLINE i32x16 i32x16_sra(i32x16 a, int n)
-{
-    return I32_LANES(a.i[i] >> n);
-}
-V_INLINE i32x16 i32x16_load(const int32_t *p)
-{
-    return I32_LANES(p[i]);
-}
-V_INLINE void i32x16_store(int32_t *p, i32x16 a)
-{
-    memcpy(p, a.i, sizeof a.i);
-}
+V_INLINE i32x16 i32x16_add(i32x16 a, i32x16 b) { return I32_LANES((uint32_t)a.i[i] + (uint32_t)b.i[i]); }
+V_INLINE i32x16 i32x16_and(i32x16 a, int32_t b) { return I32_LANES(a.i[i] & b); }
+V_INLINE i32x16 i32x16_sra(i32x16 a, int n) { return I32_LANES(a.i[i] >> n); }
 V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 a, v16 b)
 {
     a = v16_round(a);
@@ -706,19 +459,13 @@ V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
     memcpy(x, p, sizeof x);
     return I32_LANES(x[i]);
 }
-V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
-{
-    return I32_LANES(pairs.i[i] * x);
-}
+V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x) { return I32_LANES(pairs.i[i] * x); }
 V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x)
 {
     return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(pairs.i[i] * (int16_t)x));
 }
 typedef i32x16 code_sums;
-V_INLINE code_sums code_sums_zero(void)
-{
-    return i32x16_set1(0);
-}
+V_INLINE code_sums code_sums_zero(void) { return i32x16_set1(0); }
 V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 {
     return i32x16_dot(i32x16_dot(s, u8x64_low4(packed), x), u8x64_high4(packed), x + 16);
@@ -727,10 +474,7 @@ V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
     return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(pairs.i[i] * s.i[i]));
 }
-V_INLINE void v_prefetch(const void *p)
-{
-    (void)p;
-}
+V_INLINE void v_prefetch(const void *p) { (void)p; }
 #endif
 
 /* Lanes i and i + 8, then i + 4, i + 2, i + 1: the same tree everywhere. */
@@ -774,8 +518,7 @@ V_INLINE void v16_store_n(float *p, v16 a, int n)
     v16_store(f, a);
     memcpy(p, f, (size_t)n * sizeof *f);
 }
-/* 2^x to within 2 ulp for x <= 127; below -126 it gives 2^-126. Minimax polynomial on [-1/2, 1/2] after taking out the nearest
- * integer. */
+/* 2^x to within 2 ulp for x <= 127; below -126 it gives 2^-126. Minimax polynomial on [-1/2, 1/2] after taking out the nearest integer. */
 V_INLINE v16 v16_exp2(v16 x)
 {
     x = v16_min(v16_max(x, v16_set1(-126.0f)), v16_set1(127.0f));
