@@ -154,6 +154,7 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
         .device = options->device,
         .cpu_isa = options->cpu_isa,
         .cpu_arithmetic = options->cpu_arithmetic,
+        .kv_cache_dtype = options->kv_cache_dtype,
         .threads = options->threads,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
@@ -179,6 +180,7 @@ static int load_model(struct worker *worker, struct kvg_error *err)
         .device = options->device,
         .cpu_isa = options->cpu_isa,
         .cpu_arithmetic = options->cpu_arithmetic,
+        .kv_cache_dtype = options->kv_cache_dtype,
         .threads = options->threads,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
@@ -227,9 +229,9 @@ static void log_cache(const struct worker *worker)
     if (worker->draft_model)
         block_bytes += model_kv_block_bytes(worker->draft_model, info.block_size);
     uint32_t blocks_a_request = (info.max_model_len + info.block_size - 1) / info.block_size;
-    log_info("KV cache: %zu bytes a block of %u tokens, %u blocks (%.0f MiB); %.2f requests of %u tokens fit", block_bytes,
-             info.block_size, info.num_blocks, (double)block_bytes * info.num_blocks / (1 << 20),
-             (double)info.num_blocks / blocks_a_request, info.max_model_len);
+    log_info("KV cache: %s, %zu bytes a block of %u tokens, %u blocks (%.0f MiB); %.2f requests of %u tokens fit",
+             model_info(worker->model)->kv_cache_dtype, block_bytes, info.block_size, info.num_blocks,
+             (double)block_bytes * info.num_blocks / (1 << 20), (double)info.num_blocks / blocks_a_request, info.max_model_len);
 }
 
 static int start_engine(struct worker *worker, struct kvg_error *err)

@@ -43,6 +43,10 @@ static const struct flag flags[] = {
     {"kv-cache-memory", BYTES, AT(kv_cache_memory), "BYTES",
      "memory for KV blocks, such as 512M or 2G (1024-based); default: a quarter of the free memory, 8G at most"},
     {"num-kv-blocks", COUNT, AT(num_kv_blocks), "N", "number of KV blocks, instead of --kv-cache-memory", 1, 1u << 31},
+    {"kv-cache-dtype", CHOICE, AT(kv_cache_dtype), "auto|f16|bf16|int8|float16|bfloat16",
+     "how keys and values are kept; int8 (a scale for each token and head) halves the memory and loses the most; auto: bf16 on "
+     "AMX, "
+     "f16 elsewhere; default auto"},
     {"gpu-memory-utilization", SHARE, AT(gpu_memory_utilization), "SHARE",
      "KV blocks get this share, above 0 and up to 1, of the device's free memory (the machine's, on the CPU), instead of "
      "--kv-cache-memory"},
@@ -390,6 +394,7 @@ int options_parse(struct options *options, int argc, char **argv, struct kvg_err
         .device = "auto",
         .cpu_isa = "auto",
         .cpu_arithmetic = "auto",
+        .kv_cache_dtype = "auto",
         .redis_prefix = "kvgate:",
         .log_level = "info",
     };

@@ -27,7 +27,7 @@ struct options {
     const char *speculative_config;
     const char *spec_accept; /* "coupled", "rejection", "argmax", "top-p" */
     uint32_t num_speculative_tokens;
-    const char *device, *cpu_isa, *cpu_arithmetic;
+    const char *device, *cpu_isa, *cpu_arithmetic, *kv_cache_dtype;
     uint32_t threads; /* 0 = all cores */
     const char *redis, *redis_prefix, *worker_id;
     const char *log_level;

@@ -37,8 +37,18 @@ struct backend_weight {
 };
 enum backend_weight_use { WEIGHT_MATMUL, WEIGHT_EMBEDDING, WEIGHT_VECTOR };
 
+/* How the KV pool keeps keys and values. KV_AUTO: what backend.kv_auto says. */
+enum backend_kv_dtype {
+    KV_AUTO,
+    KV_F16,
+    KV_BF16,
+    KV_INT8, /* rne(x / scale) with a scale of each token and kv head, for keys and for values: max|x| / 127 */
+    KV_DTYPES
+};
+
 struct backend_kv {
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, n_blocks, block_size;
+    enum backend_kv_dtype dtype;
 };
 
 struct backend_seq {
@@ -111,11 +121,13 @@ struct backend_ops {
     /* out[r] = (cos, sin)(position of row r * frequency[i]), interleaved; frequencies [rotated / 2], out [n_rows, rotated]. The
      * angle is exact to f64 rounding. */
     void (*angles)(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
-    /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (as f16).
+    /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (see
+     * backend_kv_dtype).
      */
     void (*rope_store)(struct backend *backend, const struct backend_rope *args);
     /* Causal attention of each row over its sequence's positions 0..its own, K/V read through the block table. Error against
-     * exact attention over the stored f16 values: 1e-5 of max|v|. */
+     * exact attention over the stored values: 1e-5 of max|v|; on AMX 5e-5 with f16, and with bf16 and int8, where queries and
+     * probabilities are rounded to BF16, 2^-8 (1 + the largest sum of |q k| scale of a score). */
     void (*attention)(struct backend *backend, const struct backend_attention *args);
     /* gate = silu(gate) * up, element by element. Relative error 1e-6. */
     void (*silu_mul)(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
@@ -132,7 +144,13 @@ struct backend_ops {
 
 struct backend {
     const struct backend_ops *ops;
+    enum backend_kv_dtype kv_auto; /* set when it is opened */
 };
+
+/* "auto", "f16" or "float16", "bf16" or "bfloat16", "int8"; NULL = auto. KVG_INVALID names an unknown one. */
+int backend_kv_dtype(const char *name, enum backend_kv_dtype *out, struct kvg_error *err);
+/* "f16", "bf16", "int8". */
+const char *backend_kv_dtype_name(enum backend_kv_dtype dtype);
 
 /* err: an unknown instruction set, or one that this CPU lacks, is named. */
 int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err);

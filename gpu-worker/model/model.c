@@ -31,7 +31,12 @@ static int open_backend(struct model *model, struct kvg_error *err)
         return kvg_fail(err, KVG_UNSUPPORTED, "--device cuda: this build has no CUDA backend");
     if (strcmp(device, "auto") != 0 && strcmp(device, "cpu") != 0)
         return kvg_fail(err, KVG_INVALID, "unknown --device \"%s\" (auto, cpu, cuda)", device);
-    return cpu_backend_open(&model->backend, &options, err);
+    int failed = backend_kv_dtype(model->options.kv_cache_dtype, &model->kv.dtype, err);
+    if (!failed)
+        failed = cpu_backend_open(&model->backend, &options, err);
+    if (!failed && model->kv.dtype == KV_AUTO)
+        model->kv.dtype = model->backend->kv_auto;
+    return failed;
 }
 
 static int load_weights(struct model *model, struct kvg_error *err)
@@ -72,8 +77,11 @@ static void fill_info(struct model *model)
     info->max_position = s->max_position;
     info->scored = model->parts.brief_logits ? model->parts.scored : info->n_vocab;
     model->backend->ops->describe(model->backend, info->backend, sizeof info->backend);
-    model->kv =
-        (struct backend_kv){.n_layers = s->n_layers, .n_heads = s->n_heads, .n_kv_heads = s->n_kv_heads, .head_dim = s->head_dim};
+    info->kv_cache_dtype = backend_kv_dtype_name(model->kv.dtype);
+    model->kv.n_layers = s->n_layers;
+    model->kv.n_heads = s->n_heads;
+    model->kv.n_kv_heads = s->n_kv_heads;
+    model->kv.head_dim = s->head_dim;
 }
 
 int model_open(struct model **out, const struct model_options *options, struct kvg_error *err)

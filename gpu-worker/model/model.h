@@ -26,6 +26,7 @@ struct model_options {
     const char *device;                            /* "auto", "cpu", "cuda" */
     const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512", "amx" */
     const char *cpu_arithmetic;                    /* "auto", "int8", "int16"; NULL = auto */
+    const char *kv_cache_dtype;                    /* "auto", "f16", "bf16", "int8"; NULL = auto */
     uint32_t threads;                              /* 0 = all cores */
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */
@@ -41,7 +42,8 @@ struct model_info {
     uint32_t max_position;                                             /* the file's context length */
     uint32_t scored;                                                   /* by a brief batch; n_vocab where that saves nothing */
     uint64_t weight_bytes;
-    char backend[64]; /* "cpu amx, 2 threads" */
+    char backend[64];           /* "cpu amx, 2 threads" */
+    const char *kv_cache_dtype; /* of the KV pool: "f16", "bf16", "int8" */
 };
 
 int model_open(struct model **out, const struct model_options *options, struct kvg_error *err);

@@ -47,3 +47,12 @@ static inline uint16_t f32_to_f16(float f)
     magnitude += 0xfff + (magnitude >> 13 & 1);
     return (uint16_t)(sign | ((magnitude - 0x38000000u) >> 13));
 }
+
+/* Nearest, ties to even. */
+static inline uint16_t f32_to_bf16(float f)
+{
+    uint32_t bits = f32_bits(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}

@@ -1,6 +1,6 @@
 /* Runs token sequences through a model and prints what a comparison with goldens needs.
  *
- *   logits MODEL IDS PICKS OUT SEQ_LEN FIRST [isa] [threads] [chunk]
+ *   logits MODEL IDS PICKS OUT SEQ_LEN FIRST [isa] [threads] [chunk] [kv dtype]
  *
  * IDS: u32 sequences of SEQ_LEN; PICKS: for each position FIRST..SEQ_LEN-1 of each sequence, 64 u32 ids. OUT: f32
  * [positions][66]: the log-probabilities of the 64 ids, the most probable id, the logsumexp of the logits.
@@ -121,11 +121,12 @@ int main(int argc, char **argv)
     struct kvg_error err;
     struct run run = {0};
     if (argc < 7)
-        fail("usage", "logits MODEL IDS PICKS|- OUT SEQ_LEN FIRST|N [isa] [threads] [chunk]");
+        fail("usage", "logits MODEL IDS PICKS|- OUT SEQ_LEN FIRST|N [isa] [threads] [chunk] [kv dtype]");
     uint32_t length = (uint32_t)atoi(argv[5]), first = (uint32_t)atoi(argv[6]),
              chunk = argc > 9 ? (uint32_t)atoi(argv[9]) : CHUNK;
     struct model_options options = {.path = argv[1],
                                     .cpu_isa = argc > 7 ? argv[7] : "auto",
+                                    .kv_cache_dtype = argc > 10 ? argv[10] : NULL,
                                     .threads = argc > 8 ? (uint32_t)atoi(argv[8]) : 0,
                                     .max_rows = CHUNK,
                                     .max_seqs = 1,

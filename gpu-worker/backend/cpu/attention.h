@@ -1,65 +1,128 @@
-/* How keys and values lie in the KV pool, and what an attention kernel works on. */
+/* What the attention kernels of all instruction sets share: how the KV pool is laid out and what a kernel is given.
+ *
+ *   keys of a row   0 ........ 255 | 256 ....... 511 | 512 ... position      segments, at fixed absolute positions
+ *                   64  64  64  64 | 64  64  64  64  | 64  41                steps of the online softmax
+ *
+ * Each segment gives a state (m, l, o) of its own: o = sum 2^(score - m) v, l = sum 2^(score - m). The states of a row are folded
+ * from the first to the last. So the segments of one long row may be computed by different threads, or by one thread after the
+ * other, with the same bits (the splitting of Flash-Decoding, Dao et al. 2023, at positions that do not depend on the threads).
+ */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
+#include "gpu-worker/backend/backend.h"
 
-enum { KV_PAGE = 16, KEY_TILE = 64, ATTENTION_TILE = 64, MAX_HEAD_DIM = 256 };
+enum { KV_PAGE = 16, KEY_TILE = 64, PAGES = KEY_TILE / KV_PAGE, SEGMENT = 256, ATTENTION_TILE = 64, MAX_HEAD_DIM = 256 };
 
-/* KV of one layer. Keys are transposed within pages of 16 positions so that a lane is a key; values lie row by row so that a lane
- * is a dimension:  k [block][kv_head][block_size / 16][head_dim][16]   v [block][kv_head][block_size][head_dim]   (f16) */
+/* KV of one layer in every block; how keys and values lie in their parts is the kernels' own affair.
+ *
+ *   block:  ... | k [kv_head][block_size * key_dim] | v [kv_head][block_size * head_dim] | int8 only: scales f32 of k, then of v
+ *               ^ memory + block * block_bytes                                              [kv_head][block_size] each */
 struct kv_layer {
-    uint16_t *k, *v;
-    size_t block_values; /* from block to block: a block of all layers lies in one piece */
-    uint32_t n_kv_heads, head_dim, block_size, block_shift;
+    uint8_t *memory;
+    size_t block_bytes; /* from block to block: a block of all layers lies in one piece */
+    size_t values, k_scales, v_scales;
+    uint32_t n_kv_heads, head_dim, key_dim, block_size, block_shift, value_bytes; /* key_dim: head_dim, padded for AMX */
 };
+
+/* Where one kv head's part of one block lies. */
+struct kv_head_at {
+    uint8_t *k, *v;
+    float *k_scales, *v_scales; /* [block_size] */
+};
+static inline struct kv_head_at kv_head_at(const struct kv_layer *kv, uint32_t block, uint32_t kv_head)
+{
+    uint8_t *at = kv->memory + block * kv->block_bytes;
+    size_t slots = (size_t)kv_head * kv->block_size;
+    return (struct kv_head_at){at + slots * kv->key_dim * kv->value_bytes,
+                               at + kv->values + slots * kv->head_dim * kv->value_bytes, (float *)(at + kv->k_scales) + slots,
+                               (float *)(at + kv->v_scales) + slots};
+}
 
 /* Up to ATTENTION_TILE query rows of one sequence that share a kv head. */
 struct attention_tile {
     const struct kv_layer *kv;
     const uint32_t *blocks;
-    uint32_t kv_head, n_rows;
+    uint32_t kv_head, n_rows, last; /* last: the largest position */
+    uint32_t segment;               /* the one to compute where the result is a partial state */
     const float *q[ATTENTION_TILE]; /* [head_dim] each */
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */
     float scale;
 };
 
-/* BF16 pairs; see attention_amx.c for the shapes. */
+/* The state of a tile's rows over one segment, or over the first segments. */
+struct attention_state {
+    float *o, *l, *m;
+};
+static inline size_t attention_state_floats(uint32_t n_rows, uint32_t head_dim)
+{
+    return (size_t)(n_rows + 15) / 16 * 16 * (head_dim + 17);
+}
+static inline struct attention_state attention_state_at(float *memory, uint32_t n_rows, uint32_t head_dim)
+{
+    size_t rows = (size_t)(n_rows + 15) / 16 * 16;
+    return (struct attention_state){memory, memory + rows * head_dim, memory + rows * (head_dim + 16)};
+}
+
+struct vector_scratch {
+    _Alignas(64) float q[ATTENTION_TILE * MAX_HEAD_DIM]; /* [row][head_dim], scaled, log2 units */
+    float p[ATTENTION_TILE][KEY_TILE];
+    float f[ATTENTION_TILE];
+    float k[KEY_TILE * MAX_HEAD_DIM]; /* [page][head_dim][16 keys] */
+    float v[KEY_TILE * MAX_HEAD_DIM]; /* [key][head_dim] */
+};
+
+/* See attention_amx.c for the shapes. [2]: high and low parts of values that one BF16 value does not hold. */
 struct amx_scratch {
-    _Alignas(64) uint16_t q_high[ATTENTION_TILE * MAX_HEAD_DIM];
-    uint16_t q_low[ATTENTION_TILE * MAX_HEAD_DIM];
-    uint16_t p_high[ATTENTION_TILE][KEY_TILE], p_low[ATTENTION_TILE][KEY_TILE];
-    uint32_t k_high[KEY_TILE * MAX_HEAD_DIM / 2], k_low[KEY_TILE * MAX_HEAD_DIM / 2];
-    uint32_t v_high[KEY_TILE * MAX_HEAD_DIM / 2], v_low[KEY_TILE * MAX_HEAD_DIM / 2];
-    float values[4][16 * 16];
+    _Alignas(64) uint32_t q[2][ATTENTION_TILE * MAX_HEAD_DIM / 2];
+    uint16_t k[2][KEY_TILE * MAX_HEAD_DIM], v[2][KEY_TILE * MAX_HEAD_DIM];
+    uint32_t p[2][KEY_TILE / 2 * 16];
+    float s[2][KEY_TILE * 16];
+    float minus_m[ATTENTION_TILE];
 };
 
 struct attention_scratch {
-    float q[ATTENTION_TILE][MAX_HEAD_DIM]; /* scaled, log2 units */
-    float o[ATTENTION_TILE][MAX_HEAD_DIM];
-    float p[ATTENTION_TILE][KEY_TILE];
-    float l[ATTENTION_TILE][16]; /* sums of p by key mod 16 */
-    float m[ATTENTION_TILE], f[ATTENTION_TILE];
-    struct amx_scratch amx;
+    union {
+        struct vector_scratch vector;
+        struct amx_scratch amx;
+    };
+    _Alignas(64) float states[2][ATTENTION_TILE * (MAX_HEAD_DIM + 17)];
 };
 
+/* The keys of one step of the softmax: pages of 16, those past the last row's position left out. */
 struct key_pages {
-    const uint16_t *k[KEY_TILE / KV_PAGE], *v[KEY_TILE / KV_PAGE];
-    uint32_t n_pages, n_keys; /* that the tile's last row sees */
+    struct {
+        const uint8_t *k, *v; /* v: of slot 0 */
+        const float *k_scales, *v_scales;
+        uint32_t slot; /* of the page's first key in its block */
+    } page[PAGES];
+    uint32_t n_pages, n_keys;
 };
 
-/* The pages of the 64 keys from `first`; `last` is the last position that any row sees. */
-static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t first, uint32_t last)
+static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t first)
 {
     const struct kv_layer *kv = tile->kv;
-    struct key_pages pages = {.n_keys = last + 1 - first < KEY_TILE ? last + 1 - first : KEY_TILE};
+    struct key_pages pages = {.n_keys = tile->last + 1 - first < KEY_TILE ? tile->last + 1 - first : KEY_TILE};
     pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
     for (uint32_t i = 0; i < pages.n_pages; i++) {
         uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
-        size_t at = tile->blocks[position >> kv->block_shift] * kv->block_values +
-                    ((size_t)tile->kv_head * kv->block_size + slot) * kv->head_dim;
-        pages.k[i] = kv->k + at;
-        pages.v[i] = kv->v + at;
+        struct kv_head_at at = kv_head_at(kv, tile->blocks[position >> kv->block_shift], tile->kv_head);
+        pages.page[i].k = at.k + (size_t)slot * kv->key_dim * kv->value_bytes;
+        pages.page[i].v = at.v;
+        pages.page[i].slot = slot;
+        pages.page[i].k_scales = at.k_scales + slot;
+        pages.page[i].v_scales = at.v_scales + slot;
     }
     return pages;
 }
+
+/* One way to keep keys and values on one instruction set. */
+struct attention_kernels {
+    /* One head's row of k and v in the block `block` at `slot`. */
+    void (*store)(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v);
+    /* partial NULL: the rows' results to tile->out. Else the state over tile->segment alone. */
+    void (*attend)(const struct attention_tile *tile, struct attention_scratch *s, const struct attention_state *partial);
+    /* The results from the n states of all segments, which it overwrites. */
+    void (*combine)(const struct attention_tile *tile, const struct attention_state *states, uint32_t n);
+};

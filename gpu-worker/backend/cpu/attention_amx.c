@@ -1,146 +1,328 @@
-/* Attention on AMX: BF16 products that keep f16's keys and values exactly.
+/* Attention on AMX. Everything is transposed: a lane is a query row, so that the softmax over keys needs no sums across lanes.
  *
- * An f16 value is the sum of two BF16 values, 8 bits of it and the 3 bits that are left; a query and a probability are rounded to
- * such a pair (16 bits). Of the four products of two pairs three count:
+ *   S^T [16 keys][16 rows]  += K [16 keys][32 dims] Q^T            K page  [key_dim / 32][16 keys][32 dims]: tiles as they lie
+ *   O^T [16 dims][16 rows]  += V^T [16 dims][32 keys] P^T          V       [block_size / 32][head_dim][32 keys], too
  *
- *   q k = q_high k_high + q_low k_high + q_high k_low     (q_low k_low is 2^-16 of it)
+ * The right factors are pairs: Q^T [dims / 2][16 rows][2], P^T [keys / 2][16 rows][2].
  *
- * Per 64 keys at fixed absolute positions, keys and values are split once for all rows of the tile (tokens and heads of the
- * group); then for 16 rows: scores by TDPBF16PS over head_dim, one row of online softmax at a time, values by TDPBF16PS over
- * keys, o = fma(o, f, values). A row's numbers depend on nothing but the row and its keys, so they are the same in every tile.
+ *   bf16   keys and values straight from the pool; queries and probabilities rounded to BF16
+ *   int8   made BF16 exactly, once for all rows of a tile; the scales multiply scores and probabilities
+ *   f16    made two BF16 values, 8 bits and the 3 that are left; queries and probabilities likewise (16 bits). Of the four
+ * products of two pairs three count:  q k = q_high k_high + q_low k_high + q_high k_low
+ *
+ * The maximum m of a row is taken from the first 64 keys of a segment and moved only when the probabilities of a later step sum
+ * to more than 2^16: m cancels in o / l, so any value near the maximum serves. Therefore -m is where the sums of S^T start, and
+ * most steps neither look for a maximum nor rescale. Each row decides by its own numbers alone, which depend on nothing but the
+ * row and its keys, and a factor of 1 changes no bit: so they are the same in every tile.
  */
 #include "gpu-worker/backend/cpu/amx.h"
 #include "gpu-worker/backend/cpu/attention.h"
+#include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
-enum { LINE_PAIRS = 16 };
+enum { LANES = 16, VALUE_KEYS = 32, MOST_LANE_BLOCKS = ATTENTION_TILE / LANES };
+
+static const float NOTHING_SEEN = -1e30f, MOST_SUM = 0x1p16f;
+
+struct shape {
+    uint32_t head_dim, key_dim, n_lane_blocks;
+    uint32_t low[MOST_LANE_BLOCKS], high[MOST_LANE_BLOCKS]; /* smallest and largest position of the block's rows */
+    __m512i position[MOST_LANE_BLOCKS];
+};
+
+/* What a step of 64 keys multiplies. Parts [1] only for f16. */
+struct operands {
+    const uint16_t *k[2][PAGES], *v[2][KEY_TILE / VALUE_KEYS];
+    const float *k_scales[PAGES], *v_scales[PAGES];
+};
+
+/* ---- BF16 ---- */
 
 static const uint32_t HIGH = 0xffff0000;
 
-/* (a, b) -> BF16 pairs of a dword a lane, a in its low half: the high parts (truncated) and what they leave. */
-V_INLINE void split_pair(v16 a, v16 b, uint32_t *high, uint32_t *low)
+/* 32 values in order. */
+V_INLINE __m512i bf16_32(v16 a, v16 b)
 {
-    __m512i mask = _mm512_set1_epi32((int)HIGH), x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
-    v16 rest_a = v16_sub(a, _mm512_castsi512_ps(_mm512_and_si512(x, mask)));
-    v16 rest_b = v16_sub(b, _mm512_castsi512_ps(_mm512_and_si512(y, mask)));
-    /* (mask & y) | x >> 16 */
-    _mm512_store_si512(high, _mm512_ternarylogic_epi32(mask, y, _mm512_srli_epi32(x, 16), 0xea));
-    x = _mm512_castps_si512(rest_a), y = _mm512_castps_si512(rest_b);
-    _mm512_store_si512(low, _mm512_ternarylogic_epi32(mask, y, _mm512_srli_epi32(x, 16), 0xea));
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
-/* 32 values -> 32 BF16 values rounded to nearest, and 32 of the remainders. */
-V_INLINE void split_row(v16 a, v16 b, uint16_t *high, uint16_t *low)
+/* (a, b) of a lane -> a dword. */
+V_INLINE __m512i bf16_pairs(v16 a, v16 b)
 {
-    const __m512i half = _mm512_set1_epi32(0x8000), mask = _mm512_set1_epi32((int)HIGH);
-    const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21,
-                                         19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    __m512i x = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(a), half), mask);
-    __m512i y = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(b), half), mask);
-    _mm512_store_si512(high, _mm512_permutex2var_epi16(x, odd, y));
-    _mm512_store_si512(low, (__m512i)_mm512_cvtne2ps_pbh(v16_sub(b, _mm512_castsi512_ps(y)), v16_sub(a, _mm512_castsi512_ps(x))));
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+                                           4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, bf16_32(a, b));
 }
 
-/* What every loop below needs of the tile. */
-struct shape {
-    uint32_t head_dim, padded; /* to a multiple of 32 */
-    uint32_t rows;
-};
-
-/* Scaled queries in log2 units; dimensions past head_dim are zero. */
-static void begin_rows(const struct attention_tile *tile, const struct shape *shape, struct attention_scratch *s)
+/* The upper 16 bits of a value as BF16: at most 8 bits are left of an f16. */
+V_INLINE v16 truncated(v16 x)
 {
-    v16 scale = v16_set1(tile->scale * 0x1.715476p+0f), zero = v16_set1(0);
-    for (uint32_t r = 0; r < shape->rows; r++) {
-        for (uint32_t d = 0; d < shape->padded; d += 32) {
-            v16 a = v16_mul(v16_load(tile->q[r] + d), scale);
-            v16 b = d + 16 < shape->head_dim ? v16_mul(v16_load(tile->q[r] + d + 16), scale) : zero;
-            split_row(a, b, s->amx.q_high + r * shape->padded + d, s->amx.q_low + r * shape->padded + d);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)HIGH)));
+}
+
+V_INLINE void transpose_16(__m512i x[16])
+{
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
         }
-        for (uint32_t d = 0; d < shape->head_dim; d += 16)
-            v16_store(s->o[r] + d, zero);
-        v16_store(s->l[r], zero);
-        s->m[r] = -1e30f;
+    /* x[4 g + c]: column 4 l + c of rows 4 g..4 g + 3 in 128-bit lane l */
+    for (int c = 0; c < 4; c++) {
+        __m512i a = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), b = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd);
+        __m512i d = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88), e = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_i32x4(a, d, 0x88);
+        t[8 + c] = _mm512_shuffle_i32x4(a, d, 0xdd);
+        t[4 + c] = _mm512_shuffle_i32x4(b, e, 0x88);
+        t[12 + c] = _mm512_shuffle_i32x4(b, e, 0xdd);
+    }
+    for (int i = 0; i < 16; i++)
+        x[i] = t[i];
+}
+
+/* ---- storing ---- */
+
+V_INLINE uint8_t *key_at(const struct kv_layer *kv, struct kv_head_at at, uint32_t slot, uint32_t d)
+{
+    size_t page = (size_t)(slot / KV_PAGE) * kv->key_dim * KV_PAGE;
+    return at.k + (page + (size_t)d * KV_PAGE + slot % KV_PAGE * 32) * kv->value_bytes;
+}
+
+/* Of dimension 0; the next dimension is value_stride() further. */
+V_INLINE size_t value_stride(const struct kv_layer *kv)
+{
+    return kv->block_size < VALUE_KEYS ? kv->block_size : VALUE_KEYS;
+}
+V_INLINE size_t value_at(const struct kv_layer *kv, uint32_t slot)
+{
+    return (size_t)(slot / VALUE_KEYS) * VALUE_KEYS * kv->head_dim + slot % VALUE_KEYS;
+}
+
+/* 16 values from d, 0 past the head dimension. */
+V_INLINE v16 padded(const float *x, uint32_t d, uint32_t head_dim)
+{
+    return d < head_dim ? v16_load(x + d) : v16_set1(0);
+}
+
+V_INLINE __m256i as_halves(enum backend_kv_dtype dtype, v16 x)
+{
+    return dtype == KV_F16 ? _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) : (__m256i)_mm512_cvtneps_pbh(x);
+}
+
+V_INLINE void store_16_bits(enum backend_kv_dtype dtype, const struct kv_layer *kv, struct kv_head_at at, uint32_t slot,
+                            const float *k, const float *v)
+{
+    uint16_t *values = (uint16_t *)at.v + value_at(kv, slot);
+    size_t stride = value_stride(kv);
+    for (uint32_t d = 0; d < kv->key_dim; d += 16)
+        _mm256_storeu_si256((__m256i *)(key_at(kv, at, slot, d / 32 * 32) + d % 32 * 2),
+                            as_halves(dtype, padded(k, d, kv->head_dim)));
+    for (uint32_t d = 0; d < kv->head_dim; d += 16) {
+        uint16_t x[16];
+        _mm256_storeu_si256((__m256i *)x, as_halves(dtype, v16_load(v + d)));
+        for (uint32_t i = 0; i < 16; i++)
+            values[(d + i) * stride] = x[i];
     }
 }
 
-/* [page][padded / 2][16 keys] pairs of dimensions. What the next tile needs is fetched meanwhile. */
-static void split_keys(struct attention_scratch *s, const struct shape *shape, const struct key_pages *pages,
-                       const struct key_pages *next)
+static void store_f16(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v)
 {
-    uint32_t lines = shape->padded / 2;
-    for (uint32_t page = 0; page < pages->n_pages; page++) {
-        const uint16_t *k = pages->k[page], *fetch = next->k[page < next->n_pages ? page : 0];
-        uint32_t *high = s->amx.k_high + page * lines * LINE_PAIRS, *low = s->amx.k_low + page * lines * LINE_PAIRS;
-        for (uint32_t i = 0; i < shape->head_dim / 2; i++, high += LINE_PAIRS, low += LINE_PAIRS) {
-            _mm_prefetch((const char *)(fetch + (size_t)2 * i * KV_PAGE), _MM_HINT_T1);
-            split_pair(v16_from_f16(k + (size_t)2 * i * KV_PAGE), v16_from_f16(k + ((size_t)2 * i + 1) * KV_PAGE), high, low);
+    store_16_bits(KV_F16, kv, kv_head_at(kv, block, kv_head), slot, k, v);
+}
+
+static void store_bf16(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v)
+{
+    store_16_bits(KV_BF16, kv, kv_head_at(kv, block, kv_head), slot, k, v);
+}
+
+/* Returns the scale. */
+V_INLINE float quantize_head(const float *x, uint32_t head_dim, uint32_t padded_dim, int8_t *q)
+{
+    v16 high = v16_set1(0);
+    for (uint32_t d = 0; d < head_dim; d += 16)
+        high = v16_max(high, v16_abs(v16_load(x + d)));
+    float amax = _mm512_reduce_max_ps(high);
+    v16 inverse = v16_set1(amax > 0 ? 127.0f / amax : 0);
+    for (uint32_t d = 0; d < padded_dim; d += 16)
+        _mm_storeu_si128((__m128i *)(q + d), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v16_mul(padded(x, d, head_dim), inverse))));
+    return amax / 127.0f;
+}
+
+static void store_int8(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v)
+{
+    struct kv_head_at at = kv_head_at(kv, block, kv_head);
+    int8_t q[MAX_HEAD_DIM], *values = (int8_t *)at.v + value_at(kv, slot);
+    size_t stride = value_stride(kv);
+    at.k_scales[slot] = quantize_head(k, kv->head_dim, kv->key_dim, q);
+    for (uint32_t d = 0; d < kv->key_dim; d += 32)
+        memcpy(key_at(kv, at, slot, d), q + d, 32);
+    at.v_scales[slot] = quantize_head(v, kv->head_dim, kv->head_dim, q);
+    for (uint32_t d = 0; d < kv->head_dim; d++)
+        values[d * stride] = q[d];
+}
+
+/* ---- operands ---- */
+
+/* 32 stored values -> BF16 in high (and low). */
+V_INLINE void widen_32(enum backend_kv_dtype dtype, __m512i x, uint16_t *high, uint16_t *low)
+{
+    if (dtype == KV_BF16) {
+        _mm512_store_si512(high, x);
+    } else if (dtype == KV_INT8) {
+        __m256i q = _mm512_castsi512_si256(x);
+        v16 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
+        v16 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
+        _mm512_store_si512(high, bf16_32(a, b));
+    } else {
+        v16 a = _mm512_cvtph_ps(_mm512_castsi512_si256(x)), b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
+        v16 ha = truncated(a), hb = truncated(b);
+        _mm512_store_si512(high, bf16_32(ha, hb));
+        _mm512_store_si512(low, bf16_32(v16_sub(a, ha), v16_sub(b, hb)));
+    }
+}
+
+V_INLINE void prepare_keys(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s,
+                           const struct key_pages *pages, struct operands *ops)
+{
+    for (uint32_t i = 0; i < PAGES; i++) {
+        uint32_t page = i < pages->n_pages ? i : 0; /* scores of keys that nobody sees are not used */
+        const uint8_t *from = pages->page[page].k;
+        size_t at = (size_t)page * shape->key_dim * KV_PAGE;
+        ops->k_scales[i] = pages->page[page].k_scales;
+        if (dtype == KV_BF16) {
+            ops->k[0][i] = (const uint16_t *)from;
+            continue;
         }
-        for (uint32_t i = shape->head_dim / 2; i < lines; i++, high += LINE_PAIRS, low += LINE_PAIRS) {
-            _mm512_store_si512(high, _mm512_setzero_si512());
-            _mm512_store_si512(low, _mm512_setzero_si512());
+        ops->k[0][i] = s->k[0] + at, ops->k[1][i] = s->k[1] + at;
+        for (uint32_t j = 0; i == page && j < shape->key_dim * KV_PAGE; j += 32) {
+            __m512i x = dtype == KV_INT8 ? _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(from + j)))
+                                         : _mm512_loadu_si512((const uint16_t *)from + j);
+            widen_32(dtype, x, s->k[0] + at + j, s->k[1] + at + j);
         }
     }
 }
 
-/* [head_dim / 16][32 pairs of keys][16 dimensions]. Keys that nobody sees become zero: they may be anything. */
-static void split_values(struct attention_scratch *s, const struct shape *shape, const struct key_pages *pages,
-                         const struct key_pages *next)
+/* Values of 32 keys as [head_dim][32]. Keys that nobody sees become zero: they may be anything, and 0 * NaN is none. */
+V_INLINE void gather_values(enum backend_kv_dtype dtype, const struct kv_layer *kv, const struct key_pages *pages, uint32_t half,
+                            uint16_t *high, uint16_t *low)
 {
-    uint32_t end = (pages->n_keys + 31) / 32 * 32;
-    for (uint32_t key = 0; key < end; key += 2) {
-        uint32_t page = key / KV_PAGE, slot = key % KV_PAGE;
-        const uint16_t *v = page < pages->n_pages ? pages->v[page] + (size_t)slot * shape->head_dim : NULL;
-        const uint16_t *fetch = next->v[page < next->n_pages ? page : 0] + (size_t)slot * shape->head_dim;
-        for (uint32_t d = 0; d < shape->head_dim; d += 16) {
-            size_t at = ((size_t)d / 16 * 32 + key / 2) * LINE_PAIRS;
-            v16 a = key < pages->n_keys ? v16_from_f16(v + d) : v16_set1(0);
-            v16 b = key + 1 < pages->n_keys ? v16_from_f16(v + shape->head_dim + d) : v16_set1(0);
-            _mm_prefetch((const char *)(fetch + 2 * (size_t)d), _MM_HINT_T1);
-            split_pair(a, b, s->amx.v_high + at, s->amx.v_low + at);
+    uint32_t seen = pages->n_keys - half * VALUE_KEYS < VALUE_KEYS && pages->n_keys > half * VALUE_KEYS
+                        ? pages->n_keys - half * VALUE_KEYS
+                    : pages->n_keys > half * VALUE_KEYS ? VALUE_KEYS
+                                                        : 0;
+    uint32_t page = half * 2 < pages->n_pages ? half * 2 : 0, second = page + 1 < pages->n_pages ? page + 1 : page;
+    const uint8_t *a = pages->page[page].v + value_at(kv, pages->page[page].slot) * kv->value_bytes;
+    const uint8_t *b = pages->page[second].v + value_at(kv, pages->page[second].slot) * kv->value_bytes;
+    __mmask32 mask = seen == VALUE_KEYS ? ~0u : (1u << seen) - 1;
+    size_t stride = value_stride(kv) * kv->value_bytes;
+    for (uint32_t d = 0; d < kv->head_dim; d++, a += stride, b += stride) {
+        __m512i x;
+        if (dtype == KV_INT8) {
+            __m128i x0 = _mm_maskz_loadu_epi8((__mmask16)mask, a), x1 = _mm_maskz_loadu_epi8((__mmask16)(mask >> 16), b);
+            x = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(x0), x1, 1));
+        } else {
+            __m256i x0 = _mm256_maskz_loadu_epi16((__mmask16)mask, a), x1 = _mm256_maskz_loadu_epi16((__mmask16)(mask >> 16), b);
+            x = _mm512_inserti64x4(_mm512_castsi256_si512(x0), x1, 1);
         }
+        widen_32(dtype, x, high + (size_t)d * VALUE_KEYS, low + (size_t)d * VALUE_KEYS);
     }
 }
+
+V_INLINE void prepare_values(enum backend_kv_dtype dtype, const struct kv_layer *kv, struct amx_scratch *s,
+                             const struct key_pages *pages, struct operands *ops)
+{
+    for (uint32_t i = 0; i < PAGES; i++)
+        ops->v_scales[i] = pages->page[i < pages->n_pages ? i : 0].v_scales;
+    for (uint32_t half = 0; half < KEY_TILE / VALUE_KEYS; half++) {
+        size_t at = (size_t)half * VALUE_KEYS * kv->head_dim;
+        ops->v[0][half] = s->v[0] + at, ops->v[1][half] = s->v[1] + at;
+        if (dtype == KV_BF16 && kv->block_size >= VALUE_KEYS && pages->n_keys >= (half + 1) * VALUE_KEYS)
+            ops->v[0][half] = (const uint16_t *)pages->page[2 * half].v + value_at(kv, pages->page[2 * half].slot);
+        else
+            gather_values(dtype, kv, pages, half, s->v[0] + at, s->v[1] + at);
+    }
+}
+
+/* Keys and values of the next step on their way from memory, for tiles that work on too little to hide it otherwise. */
+V_INLINE void fetch_pages(const struct kv_layer *kv, const struct key_pages *next)
+{
+    for (uint32_t page = 0; page < next->n_pages; page++) {
+        const uint8_t *k = next->page[page].k, *v = next->page[page].v + value_at(kv, next->page[page].slot) * kv->value_bytes;
+        for (uint32_t i = 0; i < kv->key_dim * KV_PAGE * kv->value_bytes; i += 64)
+            _mm_prefetch((const char *)k + i, _MM_HINT_T1);
+        if (kv->block_size >= VALUE_KEYS && page % 2)
+            continue;
+        for (uint32_t i = 0; i < kv->head_dim * value_stride(kv) * kv->value_bytes; i += 64)
+            _mm_prefetch((const char *)v + i, _MM_HINT_T1);
+    }
+}
+
+/* ---- scores ---- */
 
 /* Tile numbers must be literals. */
 #define SCORE_PAGE(t)                                                                                                            \
-    if ((t) < n_pages) {                                                                                                         \
-        size_t at = ((size_t)(t)*shape->padded / 2 + d / 2) * LINE_PAIRS;                                                        \
-        _tile_loadd(6, s->amx.k_high + at, AMX_ROW_BYTES);                                                                       \
-        _tile_loadd(7, s->amx.k_low + at, AMX_ROW_BYTES);                                                                        \
-        _tile_dpbf16ps(t, 4, 6);                                                                                                 \
-        _tile_dpbf16ps(t, 5, 6);                                                                                                 \
+    _tile_loadd(4, ops->k[0][t] + at, AMX_ROW_BYTES);                                                                            \
+    _tile_dpbf16ps(t, 4, 6);                                                                                                     \
+    if (dtype == KV_F16) {                                                                                                       \
         _tile_dpbf16ps(t, 4, 7);                                                                                                 \
+        _tile_loadd(5, ops->k[1][t] + at, AMX_ROW_BYTES);                                                                        \
+        _tile_dpbf16ps(t, 5, 6);                                                                                                 \
     }
-#define SCORE_STORE(t)                                                                                                           \
-    if ((t) < n_pages)                                                                                                           \
-    _tile_stored(t, s->p[row] + (t)*KV_PAGE, sizeof s->p[0])
 
-/* p[row..row + 15][64] = q k. */
-static void score_16(struct attention_scratch *s, const struct shape *shape, uint32_t n_pages, uint32_t row)
+/* s[64 keys][16 rows] = k q, minus m where from_m. */
+V_INLINE void score(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s, const struct operands *ops,
+                    uint32_t block, bool from_m, float *scores)
 {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (uint32_t d = 0; d < shape->padded; d += 32) {
-        _tile_loadd(4, s->amx.q_high + row * shape->padded + d, shape->padded * 2);
-        _tile_loadd(5, s->amx.q_low + row * shape->padded + d, shape->padded * 2);
+    const uint32_t *q[2] = {s->q[0] + (size_t)block * shape->key_dim / 2 * LANES,
+                            s->q[1] + (size_t)block * shape->key_dim / 2 * LANES};
+    if (from_m) {
+        const float *m = s->minus_m + block * LANES; /* the same line as every row */
+        _tile_loadd(0, m, 0);
+        _tile_loadd(1, m, 0);
+        _tile_loadd(2, m, 0);
+        _tile_loadd(3, m, 0);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (uint32_t d = 0; d < shape->key_dim; d += 32) {
+        size_t at = (size_t)d * KV_PAGE;
+        _tile_loadd(6, q[0] + d / 2 * LANES, AMX_ROW_BYTES);
+        if (dtype == KV_F16)
+            _tile_loadd(7, q[1] + d / 2 * LANES, AMX_ROW_BYTES);
         SCORE_PAGE(0)
         SCORE_PAGE(1)
         SCORE_PAGE(2)
         SCORE_PAGE(3)
     }
-    SCORE_STORE(0);
-    SCORE_STORE(1);
-    SCORE_STORE(2);
-    SCORE_STORE(3);
+    _tile_stored(0, scores, AMX_ROW_BYTES);
+    _tile_stored(1, scores + 256, AMX_ROW_BYTES);
+    _tile_stored(2, scores + 512, AMX_ROW_BYTES);
+    _tile_stored(3, scores + 768, AMX_ROW_BYTES);
 }
 
-/* v16_exp2 without its upper bound. */
+/* ---- softmax ---- */
+
+/* Relative error 8e-5, for what is rounded to BF16. VREDUCE leaves the fraction, VSCALEF takes the floor itself. */
+V_INLINE v16 power_of_2_short(v16 x)
+{
+    v16 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    v16 p = v16_fma(r, v16_set1(0x1.3f96a4p-4f), v16_set1(0x1.cefc4cp-3f));
+    p = v16_fma(p, r, v16_set1(0x1.64444cp-1f));
+    p = v16_fma(p, r, v16_set1(0x1.fff632p-1f));
+    return _mm512_scalef_ps(p, x);
+}
+
+/* v16_exp2 without its bounds. */
 V_INLINE v16 power_of_2(v16 x)
 {
-    x = v16_max(x, v16_set1(-126.0f));
     v16 n = v16_round(x), r = v16_sub(x, n);
     v16 p = v16_set1(1.535336188319500e-4f);
     p = v16_fma(p, r, v16_set1(1.339887440266574e-3f));
@@ -152,106 +334,343 @@ V_INLINE v16 power_of_2(v16 x)
     return _mm512_scalef_ps(p, n);
 }
 
-/* One row of online softmax over 64 keys of which the row sees the first n > 0. */
-V_INLINE void softmax_64(struct attention_scratch *s, uint32_t row, int64_t n)
+V_INLINE __mmask16 sees(__m512i position, uint32_t key)
 {
-    v16 x[4];
-    __mmask64 seen = n >= KEY_TILE ? ~0ull : (1ull << n) - 1;
-    for (int j = 0; j < 4; j++) {
-        x[j] = v16_load(s->p[row] + 16 * j);
-        if (n < KEY_TILE)
-            x[j] = _mm512_mask_mov_ps(v16_set1(-1e30f), (__mmask16)(seen >> 16 * j), x[j]);
-    }
-    float high = _mm512_reduce_max_ps(v16_max(v16_max(x[0], x[1]), v16_max(x[2], x[3]))), old = s->m[row];
-    float m = high > old ? high : old;
-    for (int j = 0; j < 4; j++) {
-        x[j] = power_of_2(v16_sub(x[j], v16_set1(m)));
-        if (n < KEY_TILE)
-            x[j] = _mm512_maskz_mov_ps((__mmask16)(seen >> 16 * j), x[j]);
-    }
-    v16 f = m == old ? v16_set1(1) : power_of_2(v16_set1(old - m));
-    s->m[row] = m;
-    s->f[row] = _mm512_cvtss_f32(f);
-    v16_store(s->l[row], v16_fma(v16_load(s->l[row]), f, v16_add(v16_add(x[0], x[1]), v16_add(x[2], x[3]))));
-    split_row(x[0], x[1], s->amx.p_high[row], s->amx.p_low[row]);
-    split_row(x[2], x[3], s->amx.p_high[row] + 32, s->amx.p_low[row] + 32);
+    return _mm512_cmpge_epu32_mask(position, _mm512_set1_epi32((int)key));
 }
+
+/* P^T of keys key and key + 1 of the step. */
+V_INLINE void store_pair(enum backend_kv_dtype dtype, bool masked, struct amx_scratch *s, const struct operands *ops,
+                         uint32_t key, v16 a, v16 b, const __mmask16 *seen)
+{
+    if (dtype == KV_INT8) {
+        const float *scales = ops->v_scales[key / KV_PAGE] + key % KV_PAGE;
+        a = v16_mul(a, v16_set1(scales[0])), b = v16_mul(b, v16_set1(scales[1]));
+        if (masked) /* the scale of an unseen key may be anything */
+            a = _mm512_maskz_mov_ps(seen[0], a), b = _mm512_maskz_mov_ps(seen[1], b);
+    }
+    if (dtype == KV_F16) {
+        v16 ha = truncated(a), hb = truncated(b);
+        _mm512_store_si512(s->p[0] + key / 2 * LANES, bf16_pairs(ha, hb));
+        _mm512_store_si512(s->p[1] + key / 2 * LANES, bf16_pairs(v16_sub(a, ha), v16_sub(b, hb)));
+    } else {
+        _mm512_store_si512(s->p[0] + key / 2 * LANES, bf16_pairs(a, b));
+    }
+}
+
+/* P^T of 64 keys from `first`, and its sums by row. shift is taken off the scores. */
+V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, struct amx_scratch *s, const struct operands *ops,
+                           const float *scores, __m512i position, uint32_t first, bool shifted, v16 shift)
+{
+    v16 sums[4] = {v16_set1(0), v16_set1(0), v16_set1(0), v16_set1(0)};
+#pragma GCC unroll 4
+    for (uint32_t key = 0; key < KEY_TILE; key += 4) {
+        v16 x[4];
+        __mmask16 seen[4];
+        for (uint32_t j = 0; j < 4; j++) {
+            seen[j] = masked ? sees(position, first + key + j) : (__mmask16)~0;
+            x[j] = v16_load(scores + (key + j) * LANES);
+            if (shifted)
+                x[j] = v16_sub(x[j], shift);
+            x[j] = dtype == KV_F16 ? power_of_2(x[j]) : power_of_2_short(x[j]);
+            if (masked)
+                x[j] = _mm512_maskz_mov_ps(seen[j], x[j]);
+            sums[j] = v16_add(sums[j], x[j]);
+        }
+        store_pair(dtype, masked, s, ops, key, x[0], x[1], seen);
+        store_pair(dtype, masked, s, ops, key + 2, x[2], x[3], seen + 2);
+    }
+    return v16_add(v16_add(sums[0], sums[1]), v16_add(sums[2], sums[3]));
+}
+
+/* Largest score of each row; unseen keys do not count. */
+static v16 largest(bool masked, const float *scores, __m512i position, uint32_t first)
+{
+    v16 high[4];
+    for (int j = 0; j < 4; j++)
+        high[j] = v16_set1(NOTHING_SEEN);
+    for (uint32_t key = 0; key < KEY_TILE; key += 4)
+        for (uint32_t j = 0; j < 4; j++) {
+            v16 x = v16_load(scores + (key + j) * LANES);
+            high[j] = masked ? _mm512_mask_max_ps(high[j], sees(position, first + key + j), high[j], x) : v16_max(high[j], x);
+        }
+    return v16_max(v16_max(high[0], high[1]), v16_max(high[2], high[3]));
+}
+
+static void scale_scores(float *scores, const struct operands *ops)
+{
+    for (uint32_t key = 0; key < KEY_TILE; key++)
+        v16_store(scores + key * LANES,
+                  v16_mul(v16_load(scores + key * LANES), v16_set1(ops->k_scales[key / KV_PAGE][key % KV_PAGE])));
+}
+
+static void rescale(const struct shape *shape, const struct attention_state *state, uint32_t block, v16 f)
+{
+    float *o = state->o + (size_t)block * shape->head_dim * LANES;
+    for (uint32_t d = 0; d < shape->head_dim; d++)
+        v16_store(o + d * LANES, v16_mul(v16_load(o + d * LANES), f));
+}
+
+/* One step of 64 keys from `first` for 16 rows; `opening` in the first of a segment. */
+V_INLINE void softmax_64(enum backend_kv_dtype dtype, bool masked, const struct shape *shape, struct amx_scratch *s,
+                         const struct operands *ops, const struct attention_state *state, float *scores, uint32_t block,
+                         uint32_t first, bool opening)
+{
+    __m512i position = shape->position[block];
+    float *l = state->l + block * LANES, *m = state->m + block * LANES;
+    if (dtype == KV_INT8)
+        scale_scores(scores, ops);
+    if (opening) {
+        v16 high = largest(masked, scores, position, first);
+        v16_store(m, high);
+        v16_store(s->minus_m + block * LANES, v16_sub(v16_set1(0), high));
+        v16_store(l, probabilities(dtype, masked, s, ops, scores, position, first, true, high));
+        return;
+    }
+    v16 shift = dtype == KV_INT8 ? v16_load(m) : v16_set1(0);
+    v16 sum = probabilities(dtype, masked, s, ops, scores, position, first, dtype == KV_INT8, shift), old = v16_load(l);
+    __mmask16 over = _mm512_cmp_ps_mask(sum, v16_set1(MOST_SUM), _CMP_GT_OQ);
+    if (over) { /* rows that are not over keep their m: less 0, times 1 */
+        v16 more = _mm512_maskz_mov_ps(over, v16_sub(largest(masked, scores, position, first), shift)),
+            f = power_of_2(v16_sub(v16_set1(0), more));
+        v16 high = v16_add(v16_load(m), more);
+        v16_store(m, high);
+        v16_store(s->minus_m + block * LANES, v16_sub(v16_set1(0), high));
+        sum = probabilities(dtype, masked, s, ops, scores, position, first, true, v16_add(shift, more));
+        old = v16_mul(old, f);
+        rescale(shape, state, block, f);
+    }
+    v16_store(l, v16_add(old, sum));
+}
+
+/* ---- values ---- */
 
 #define VALUE_TILE(t)                                                                                                            \
     if (d + 16 * (t) < shape->head_dim) {                                                                                        \
-        size_t at = (((size_t)d / 16 + (t)) * 32 + key / 2) * LINE_PAIRS;                                                        \
-        _tile_loadd(6, s->amx.v_high + at, AMX_ROW_BYTES);                                                                       \
-        _tile_loadd(7, s->amx.v_low + at, AMX_ROW_BYTES);                                                                        \
+        _tile_loadd(4, ops->v[0][half] + at + (t)*16 * VALUE_KEYS, AMX_ROW_BYTES);                                               \
         _tile_dpbf16ps(t, 4, 6);                                                                                                 \
-        _tile_dpbf16ps(t, 5, 6);                                                                                                 \
-        _tile_dpbf16ps(t, 4, 7);                                                                                                 \
+        if (dtype == KV_F16) {                                                                                                   \
+            _tile_dpbf16ps(t, 4, 7);                                                                                             \
+            _tile_loadd(5, ops->v[1][half] + at + (t)*16 * VALUE_KEYS, AMX_ROW_BYTES);                                           \
+            _tile_dpbf16ps(t, 5, 6);                                                                                             \
+        }                                                                                                                        \
     }
-#define VALUE_STORE(t)                                                                                                           \
+#define VALUE_BEGIN(t)                                                                                                           \
+    if (opening)                                                                                                                 \
+        _tile_zero(t);                                                                                                           \
+    else if (d + 16 * (t) < shape->head_dim)                                                                                     \
+    _tile_loadd(t, o + (d + 16 * (t)) * LANES, AMX_ROW_BYTES)
+#define VALUE_END(t)                                                                                                             \
     if (d + 16 * (t) < shape->head_dim)                                                                                          \
-    _tile_stored(t, s->amx.values[t], AMX_ROW_BYTES)
+    _tile_stored(t, o + (d + 16 * (t)) * LANES, AMX_ROW_BYTES)
 
-/* o[row..] = o * f + p v, for 64 dimensions at a time. */
-static void value_16(struct attention_scratch *s, const struct shape *shape, const struct attention_tile *tile, uint32_t first,
-                     uint32_t n_keys, uint32_t row)
+/* o[dims][16 rows] += v p, 64 dimensions at a time. */
+V_INLINE void add_values(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s,
+                         const struct operands *ops, const struct attention_state *state, uint32_t block, bool opening)
 {
-    uint32_t end = shape->rows - row < AMX_ROWS ? shape->rows : row + AMX_ROWS;
+    float *o = state->o + (size_t)block * shape->head_dim * LANES;
     for (uint32_t d = 0; d < shape->head_dim; d += 64) {
-        uint32_t width = shape->head_dim - d < 64 ? (shape->head_dim - d) / 16 : 4;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (uint32_t key = 0; key < n_keys; key += 32) {
-            _tile_loadd(4, s->amx.p_high[row] + key, sizeof s->amx.p_high[0]);
-            _tile_loadd(5, s->amx.p_low[row] + key, sizeof s->amx.p_low[0]);
+        size_t at = (size_t)d * VALUE_KEYS;
+        VALUE_BEGIN(0);
+        VALUE_BEGIN(1);
+        VALUE_BEGIN(2);
+        VALUE_BEGIN(3);
+        for (uint32_t half = 0; half < KEY_TILE / VALUE_KEYS; half++) {
+            _tile_loadd(6, s->p[0] + half * VALUE_KEYS / 2 * LANES, AMX_ROW_BYTES);
+            if (dtype == KV_F16)
+                _tile_loadd(7, s->p[1] + half * VALUE_KEYS / 2 * LANES, AMX_ROW_BYTES);
             VALUE_TILE(0)
             VALUE_TILE(1)
             VALUE_TILE(2)
             VALUE_TILE(3)
         }
-        VALUE_STORE(0);
-        VALUE_STORE(1);
-        VALUE_STORE(2);
-        VALUE_STORE(3);
-        for (uint32_t r = row; r < end; r++) {
-            v16 f = v16_set1(s->f[r]);
-            if (tile->position[r] < first)
-                continue;
-            for (uint32_t t = 0; t < width; t++) {
-                float *o = s->o[r] + d + 16 * t;
-                v16_store(o, v16_fma(v16_load(o), f, v16_load(s->amx.values[t] + (r - row) * 16)));
-            }
+        VALUE_END(0);
+        VALUE_END(1);
+        VALUE_END(2);
+        VALUE_END(3);
+    }
+}
+
+/* ---- segments ---- */
+
+/* Rows of `block` that end before the segment. */
+static void leave_empty(const struct shape *shape, const struct attention_state *state, uint32_t block)
+{
+    for (uint32_t d = 0; d < shape->head_dim; d++)
+        v16_store(state->o + ((size_t)block * shape->head_dim + d) * LANES, v16_set1(0));
+    v16_store(state->l + block * LANES, v16_set1(0));
+    v16_store(state->m + block * LANES, v16_set1(NOTHING_SEEN));
+}
+
+/* Scores of the next 16 rows are on their way in the tiles while the softmax of these 16 runs. */
+V_INLINE void attend_keys(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s,
+                          const struct operands *ops, const struct attention_state *state, uint32_t first, bool opening)
+{
+    bool from_m = !opening && dtype != KV_INT8;
+    uint32_t begin = 0;
+    while (shape->high[begin] < first)
+        begin++;
+    score(dtype, shape, s, ops, begin, from_m, s->s[begin & 1]);
+    for (uint32_t b = begin; b < shape->n_lane_blocks; b++) {
+        if (b + 1 < shape->n_lane_blocks)
+            score(dtype, shape, s, ops, b + 1, from_m, s->s[(b + 1) & 1]);
+        if (shape->low[b] >= first + KEY_TILE - 1)
+            softmax_64(dtype, false, shape, s, ops, state, s->s[b & 1], b, first, opening);
+        else
+            softmax_64(dtype, true, shape, s, ops, state, s->s[b & 1], b, first, opening);
+        add_values(dtype, shape, s, ops, state, b, opening);
+    }
+}
+
+V_INLINE void attend_segment(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
+                             struct amx_scratch *s, uint32_t segment, const struct attention_state *state)
+{
+    uint32_t begin = segment * SEGMENT, end = tile->last < begin + SEGMENT - 1 ? tile->last : begin + SEGMENT - 1;
+    struct operands ops;
+    for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
+        leave_empty(shape, state, b);
+    struct key_pages pages = find_pages(tile, begin), next = pages;
+    for (uint32_t first = begin; first <= end; first += KEY_TILE, pages = next) {
+        if (tile->last - first >= KEY_TILE) {
+            next = find_pages(tile, first + KEY_TILE);
+            if (shape->n_lane_blocks == 1)
+                fetch_pages(tile->kv, &next);
+        }
+        prepare_keys(dtype, shape, s, &pages, &ops);
+        prepare_values(dtype, tile->kv, s, &pages, &ops);
+        attend_keys(dtype, shape, s, &ops, state, first, first == begin);
+    }
+}
+
+/* total = total and then state. A row that ends before the state's segment adds 0 to 1 times what it has. */
+static void fold(const struct attention_tile *tile, const struct attention_state *total, const struct attention_state *state)
+{
+    uint32_t head_dim = tile->kv->head_dim;
+    for (uint32_t i = 0; i < tile->n_rows; i += LANES) {
+        v16 a = v16_load(total->m + i), b = v16_load(state->m + i), m = v16_max(a, b);
+        v16 x = power_of_2(v16_sub(a, m)), y = power_of_2(v16_sub(b, m));
+        float *o = total->o + (size_t)i * head_dim, *p = state->o + (size_t)i * head_dim;
+        v16_store(total->m + i, m);
+        v16_store(total->l + i, v16_fma(v16_load(total->l + i), x, v16_mul(v16_load(state->l + i), y)));
+        for (uint32_t d = 0; d < head_dim; d++)
+            v16_store(o + d * LANES, v16_fma(v16_load(o + d * LANES), x, v16_mul(v16_load(p + d * LANES), y)));
+    }
+}
+
+static void finish(const struct attention_tile *tile, const struct attention_state *total)
+{
+    uint32_t head_dim = tile->kv->head_dim;
+    for (uint32_t i = 0; i < tile->n_rows; i += LANES) {
+        const float *o = total->o + (size_t)i * head_dim;
+        v16 l = v16_load(total->l + i);
+        for (uint32_t d = 0; d < head_dim; d += 16) {
+            __m512i x[16];
+            for (uint32_t j = 0; j < 16; j++)
+                x[j] = _mm512_castps_si512(v16_div(v16_load(o + (d + j) * LANES), l));
+            transpose_16(x);
+            for (uint32_t r = 0; r < LANES && i + r < tile->n_rows; r++)
+                _mm512_storeu_si512(tile->out[i + r] + d, x[r]);
         }
     }
 }
 
-void attention_amx(const struct attention_tile *tile, struct attention_scratch *s)
+/* Results below the smallest normal number become 0 while kernels run: exponentials need no bound then. */
+enum { FLUSH_TO_ZERO = 0x8040 };
+
+static void combine(const struct attention_tile *tile, const struct attention_state *states, uint32_t n)
 {
-    uint32_t head_dim = tile->kv->head_dim, last = 0;
-    struct shape shape = {head_dim, (head_dim + 31) / 32 * 32, tile->n_rows};
-    for (uint32_t r = 0; r < tile->n_rows; r++)
-        last = tile->position[r] > last ? tile->position[r] : last;
-    begin_rows(tile, &shape, s);
-    amx_begin(tile->n_rows < AMX_ROWS ? tile->n_rows : AMX_ROWS, AMX_ROW_BYTES);
-    struct key_pages pages = find_pages(tile, 0, last), next = pages;
-    for (uint32_t first = 0; first <= last; first += KEY_TILE, pages = next) {
-        if (last - first >= KEY_TILE)
-            next = find_pages(tile, first + KEY_TILE, last);
-        split_keys(s, &shape, &pages, &next);
-        split_values(s, &shape, &pages, &next);
-        for (uint32_t row = 0; row < tile->n_rows; row += AMX_ROWS) {
-            uint32_t end = tile->n_rows - row < AMX_ROWS ? tile->n_rows : row + AMX_ROWS;
-            score_16(s, &shape, pages.n_pages, row);
-            for (uint32_t r = row; r < end; r++)
-                if (tile->position[r] >= first)
-                    softmax_64(s, r, (int64_t)tile->position[r] + 1 - first);
-            value_16(s, &shape, tile, first, pages.n_keys, row);
+    uint32_t control = _mm_getcsr();
+    _mm_setcsr(control | FLUSH_TO_ZERO);
+    for (uint32_t i = 1; i < n; i++)
+        fold(tile, &states[0], &states[i]);
+    finish(tile, &states[0]);
+    _mm_setcsr(control);
+}
+
+/* Scaled queries in log2 units as pairs of dimensions [block][key_dim / 2][16 rows]. */
+V_INLINE void prepare_queries(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
+                              struct amx_scratch *s)
+{
+    v16 scale = v16_set1(tile->scale * 0x1.715476p+0f);
+    for (uint32_t b = 0; b < shape->n_lane_blocks; b++)
+        for (uint32_t d = 0; d < shape->key_dim; d += 32) {
+            size_t at = ((size_t)b * shape->key_dim + d) / 2 * LANES;
+            __m512i high[16], low[16];
+            for (uint32_t i = 0; i < LANES; i++) {
+                uint32_t r = b * LANES + i;
+                high[i] = low[i] = _mm512_setzero_si512();
+                if (r >= tile->n_rows)
+                    continue;
+                v16 x = v16_mul(padded(tile->q[r], d, shape->head_dim), scale);
+                v16 y = v16_mul(padded(tile->q[r], d + 16, shape->head_dim), scale), hx = truncated(x), hy = truncated(y);
+                high[i] = dtype == KV_F16 ? bf16_32(hx, hy) : bf16_32(x, y);
+                low[i] = bf16_32(v16_sub(x, hx), v16_sub(y, hy));
+            }
+            transpose_16(high);
+            for (uint32_t i = 0; i < 16; i++)
+                _mm512_store_si512(s->q[0] + at + i * LANES, high[i]);
+            if (dtype != KV_F16)
+                continue;
+            transpose_16(low);
+            for (uint32_t i = 0; i < 16; i++)
+                _mm512_store_si512(s->q[1] + at + i * LANES, low[i]);
         }
+}
+
+static void describe_rows(const struct attention_tile *tile, struct shape *shape)
+{
+    *shape = (struct shape){tile->kv->head_dim, tile->kv->key_dim, (tile->n_rows + LANES - 1) / LANES};
+    for (uint32_t b = 0; b < shape->n_lane_blocks; b++) {
+        uint32_t position[LANES];
+        for (uint32_t i = 0; i < LANES; i++)
+            position[i] = tile->position[b * LANES + i < tile->n_rows ? b * LANES + i : tile->n_rows - 1];
+        shape->low[b] = position[0], shape->high[b] = position[LANES - 1];
+        shape->position[b] = _mm512_loadu_si512(position);
+    }
+}
+
+V_INLINE void attend(enum backend_kv_dtype dtype, const struct attention_tile *tile, struct attention_scratch *scratch,
+                     const struct attention_state *partial)
+{
+    uint32_t control = _mm_getcsr();
+    struct shape shape;
+    describe_rows(tile, &shape);
+    _mm_setcsr(control | FLUSH_TO_ZERO);
+    prepare_queries(dtype, tile, &shape, &scratch->amx);
+    amx_begin(AMX_ROWS, AMX_ROW_BYTES);
+    if (partial) {
+        attend_segment(dtype, tile, &shape, &scratch->amx, tile->segment, partial);
+        amx_end();
+        _mm_setcsr(control);
+        return;
+    }
+    struct attention_state total = attention_state_at(scratch->states[0], tile->n_rows, shape.head_dim);
+    struct attention_state state = attention_state_at(scratch->states[1], tile->n_rows, shape.head_dim);
+    for (uint32_t segment = 0; segment <= tile->last / SEGMENT; segment++) {
+        attend_segment(dtype, tile, &shape, &scratch->amx, segment, segment ? &state : &total);
+        if (segment)
+            fold(tile, &total, &state);
     }
     amx_end();
-    for (uint32_t r = 0; r < tile->n_rows; r++) {
-        v16 sum = v16_set1(v16_sum(v16_load(s->l[r])));
-        for (uint32_t d = 0; d < head_dim; d += 16)
-            v16_store(tile->out[r] + d, v16_div(v16_load(s->o[r] + d), sum));
+    finish(tile, &total);
+    _mm_setcsr(control);
+}
+
+#define ATTEND(name, dtype)                                                                                                      \
+    static void name(const struct attention_tile *tile, struct attention_scratch *s, const struct attention_state *partial)      \
+    {                                                                                                                            \
+        attend(dtype, tile, s, partial);                                                                                         \
     }
+ATTEND(attend_f16, KV_F16)
+ATTEND(attend_bf16, KV_BF16)
+ATTEND(attend_int8, KV_INT8)
+
+void attention_amx(struct kernels *out)
+{
+    out->attention[KV_F16] = (struct attention_kernels){store_f16, attend_f16, combine};
+    out->attention[KV_BF16] = (struct attention_kernels){store_bf16, attend_bf16, combine};
+    out->attention[KV_INT8] = (struct attention_kernels){store_int8, attend_int8, combine};
+    out->attention_rows = ATTENTION_TILE;
+    out->key_padding = 32;
+    out->kv_auto = KV_BF16;
 }

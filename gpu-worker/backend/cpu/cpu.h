@@ -34,8 +34,9 @@ struct cpu_backend {
 
     struct backend_kv kv;
     struct kv_layer *layers; /* [kv.n_layers] */
-    uint16_t *kv_memory;
+    uint8_t *kv_memory;
     size_t kv_bytes;
+    struct attention_kernels attention_kernels; /* of the pool's dtype */
 
     /* Scratch, grown while weights load. */
     struct acts acts;
@@ -47,8 +48,7 @@ struct cpu_backend {
     /* The current step. */
     struct backend_step step;
     struct row_place *places; /* [max_rows] */
-    uint32_t tile_rows;       /* rows of an attention tile, of 16 to ATTENTION_TILE */
-    uint32_t *tiles;          /* [max_seqs + 1] attention tiles of one kv head before each sequence */
+    struct attention_plan *plan;
 };
 
 static inline struct cpu_backend *cpu_of(struct backend *backend)
@@ -69,7 +69,9 @@ size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv
 int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err);
 void cpu_kv_free(struct cpu_backend *cpu);
 void cpu_free_memory(struct cpu_backend *cpu);
-/* Cuts the rows of cpu->step into tiles. */
+int cpu_attention_alloc(struct cpu_backend *cpu, struct kvg_error *err);
+void cpu_attention_free(struct cpu_backend *cpu);
+/* Cuts the rows of cpu->step into pieces. */
 void cpu_attention_begin(struct cpu_backend *cpu);
 
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);

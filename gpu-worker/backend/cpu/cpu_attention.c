@@ -1,75 +1,207 @@
-/* The operation `attention`: how a step's rows become tiles for the thread pool. */
+/* The operation `attention`: how a step's rows become pieces for the thread pool.
+ *
+ * A tile is up to ATTENTION_TILE rows, (token, head of the group) pairs of one sequence, times one kv head. Where few tiles, or
+ * one much longer than the others, would leave threads idle, the segments of a tile's keys are pieces of their own: each writes
+ * its state to `partials`, and the thread that ends the last one combines them in order.
+ */
 #include "gpu-worker/backend/cpu/cpu.h"
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum {
+    PARTIAL_BYTES = 16 << 20,
+    MOST_SPLIT = 4096, /* pieces of a split step, of one kv head */
+    MOST_SEGMENTS = 1024,
+    WHOLE = UINT32_MAX
+};
+
+struct attention_piece {
+    uint32_t seq, tile; /* the tile of the sequence */
+    uint32_t segment;   /* or WHOLE */
+    uint32_t n_segments;
+    uint32_t index;  /* of the tile among split tiles */
+    uint32_t before; /* segments of split tiles before it */
+};
+
+struct attention_plan {
+    uint32_t tile_rows, n_pieces; /* pieces of each kv head */
+    struct attention_piece *pieces;
+    size_t partial_floats;  /* of one state */
+    float *partials;        /* [kv head][segments of split tiles] states */
+    uint32_t n_partials;    /* of one kv head in this step */
+    _Atomic uint32_t *left; /* [kv head][split tiles] segments that are not done */
+};
+
+int cpu_attention_alloc(struct cpu_backend *cpu, struct kvg_error *err)
+{
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads;
+    size_t most = ((size_t)cpu->options.max_rows * group + 15) / 16 + cpu->options.max_seqs + MOST_SPLIT;
+    struct attention_plan *plan = cpu->plan = calloc(1, sizeof *plan);
+    if (plan) {
+        plan->pieces = calloc(most, sizeof *plan->pieces);
+        plan->left = calloc((size_t)MOST_SPLIT * cpu->kv.n_kv_heads, sizeof *plan->left);
+        plan->partials = cpu_map(PARTIAL_BYTES);
+    }
+    if (!plan || !plan->pieces || !plan->left || !plan->partials)
+        return kvg_fail(err, KVG_NOMEM, "no memory for the attention of %u rows", cpu->options.max_rows);
+    return 0;
+}
+
+void cpu_attention_free(struct cpu_backend *cpu)
+{
+    if (!cpu->plan)
+        return;
+    free(cpu->plan->pieces);
+    free(cpu->plan->left);
+    cpu_unmap(cpu->plan->partials, PARTIAL_BYTES);
+    free(cpu->plan);
+}
+
+/* ---- the plan of a step ---- */
 
 /* Large tiles read keys and values less often; small ones keep every thread busy. */
-static void choose_tile_rows(struct cpu_backend *cpu)
+static uint32_t choose_tile_rows(const struct cpu_backend *cpu)
 {
     uint32_t rows = cpu->step.n_rows * (cpu->kv.n_heads / cpu->kv.n_kv_heads), threads = thread_pool_size(cpu->pool);
     uint32_t tile = cpu->kernels.attention_rows;
     if (threads > 1)
         while (tile > 16 && (rows + tile - 1) / tile * cpu->kv.n_kv_heads < 4 * threads)
             tile /= 2;
-    cpu->tile_rows = tile;
+    return tile;
+}
+
+/* One piece a tile, the last tile first: later tiles of a prompt see more keys, and the longest should not start last. */
+static void plan_whole_tiles(struct cpu_backend *cpu, struct attention_plan *plan)
+{
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads;
+    plan->n_pieces = 0;
+    for (uint32_t s = cpu->step.n_seqs; s-- > 0;) {
+        const struct backend_seq *seq = &cpu->step.seqs[s];
+        for (uint32_t tile = (seq->n_rows * group + plan->tile_rows - 1) / plan->tile_rows; tile-- > 0;) {
+            uint32_t rows = (tile + 1) * plan->tile_rows, token = (rows + group - 1) / group;
+            uint32_t last = seq->n_past + (token < seq->n_rows ? token : seq->n_rows) - 1;
+            plan->pieces[plan->n_pieces++] =
+                (struct attention_piece){.seq = s, .tile = tile, .segment = WHOLE, .n_segments = last / SEGMENT + 1};
+        }
+    }
+}
+
+/* Whether the longest tile alone can keep the other threads waiting for a tenth of the work, and splitting has the room. */
+static bool should_split(const struct cpu_backend *cpu, const struct attention_plan *plan)
+{
+    uint64_t segments = 0;
+    uint32_t longest = 0, n_kv = cpu->kv.n_kv_heads, threads = thread_pool_size(cpu->pool);
+    for (uint32_t i = 0; i < plan->n_pieces; i++) {
+        uint32_t n = plan->pieces[i].n_segments;
+        segments += n;
+        longest = n > longest ? n : longest;
+    }
+    if (threads == 1 || longest < 2 || longest > MOST_SEGMENTS || segments > MOST_SPLIT)
+        return false;
+    if (segments * n_kv * plan->partial_floats * sizeof(float) > PARTIAL_BYTES)
+        return false;
+    return (uint64_t)longest * threads * 10 > segments * n_kv;
+}
+
+/* Pieces are spread from the back so that none is overwritten before it is read. */
+static void split_tiles(struct attention_plan *plan, uint32_t n_kv)
+{
+    uint32_t n_tiles = plan->n_pieces, at = 0, index = 0;
+    for (uint32_t i = 0; i < n_tiles; i++)
+        at += plan->pieces[i].n_segments;
+    plan->n_pieces = plan->n_partials = at;
+    for (uint32_t i = n_tiles; i-- > 0; index++) {
+        struct attention_piece piece = plan->pieces[i];
+        piece.index = index;
+        piece.before = at -= piece.n_segments;
+        for (uint32_t kv = 0; kv < n_kv; kv++)
+            atomic_store_explicit(&plan->left[(size_t)kv * MOST_SPLIT + index], piece.n_segments, memory_order_relaxed);
+        for (uint32_t j = 0; piece.n_segments > 1 && j < piece.n_segments; j++) {
+            piece.segment = j;
+            plan->pieces[at + j] = piece;
+        }
+        if (piece.n_segments == 1)
+            plan->pieces[at] = piece;
+    }
 }
 
 void cpu_attention_begin(struct cpu_backend *cpu)
 {
-    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads;
-    choose_tile_rows(cpu);
-    cpu->tiles[0] = 0;
-    for (uint32_t i = 0; i < cpu->step.n_seqs; i++)
-        cpu->tiles[i + 1] = cpu->tiles[i] + (cpu->step.seqs[i].n_rows * group + cpu->tile_rows - 1) / cpu->tile_rows;
+    struct attention_plan *plan = cpu->plan;
+    plan->tile_rows = choose_tile_rows(cpu);
+    plan->partial_floats = attention_state_floats(plan->tile_rows, cpu->kv.head_dim);
+    plan_whole_tiles(cpu, plan);
+    if (should_split(cpu, plan))
+        split_tiles(plan, cpu->kv.n_kv_heads);
 }
+
+/* ---- running it ---- */
 
 struct attention_job {
     struct cpu_backend *cpu;
     const struct backend_attention *args;
 };
 
-/* Rows of a tile: (token, head of the group) pairs of one sequence and kv head, token by token. */
-static void attend_tile(struct attention_job *job, uint32_t seq_index, uint32_t tile_index, uint32_t kv_head,
-                        struct attention_scratch *scratch)
+static void describe_tile(const struct attention_job *job, const struct attention_piece *piece, uint32_t kv_head,
+                          struct attention_tile *tile)
 {
     struct cpu_backend *cpu = job->cpu;
-    const struct backend_seq *seq = &cpu->step.seqs[seq_index];
-    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, first = tile_index * cpu->tile_rows;
+    const struct backend_seq *seq = &cpu->step.seqs[piece->seq];
+    uint32_t group = cpu->kv.n_heads / cpu->kv.n_kv_heads, tile_rows = cpu->plan->tile_rows, first = piece->tile * tile_rows;
     uint32_t n = seq->n_rows * group - first;
-    struct attention_tile tile = {.kv = &cpu->layers[job->args->layer],
-                                  .blocks = seq->blocks,
-                                  .kv_head = kv_head,
-                                  .n_rows = n < cpu->tile_rows ? n : cpu->tile_rows,
-                                  .scale = job->args->scale};
-    for (uint32_t i = 0; i < tile.n_rows; i++) {
+    tile->kv = &cpu->layers[job->args->layer];
+    tile->blocks = seq->blocks;
+    tile->kv_head = kv_head;
+    tile->n_rows = n < tile_rows ? n : tile_rows;
+    tile->segment = piece->segment;
+    tile->scale = job->args->scale;
+    for (uint32_t i = 0; i < tile->n_rows; i++) {
         uint32_t token = (first + i) / group, head = kv_head * group + (first + i) % group;
         size_t at = (size_t)(seq->first_row + token) * job->args->q->cols + (size_t)head * cpu->kv.head_dim;
-        tile.q[i] = job->args->q->data + at;
-        tile.out[i] = job->args->out->data + at;
-        tile.position[i] = seq->n_past + token;
+        tile->q[i] = job->args->q->data + at;
+        tile->out[i] = job->args->out->data + at;
+        tile->last = tile->position[i] = seq->n_past + token;
     }
-    cpu->kernels.attention(&tile, scratch);
 }
 
-/* Items run from the last tile to the first: later tiles of a prompt are longer, and the longest should not start last. */
+static struct attention_state partial_of(const struct cpu_backend *cpu, uint32_t kv_head, uint32_t i, uint32_t n_rows)
+{
+    const struct attention_plan *plan = cpu->plan;
+    float *memory = plan->partials + ((size_t)kv_head * plan->n_partials + i) * plan->partial_floats;
+    return attention_state_at(memory, n_rows, cpu->kv.head_dim);
+}
+
+static void attend_piece(struct attention_job *job, const struct attention_piece *piece, uint32_t kv_head, uint32_t thread)
+{
+    struct cpu_backend *cpu = job->cpu;
+    struct attention_tile tile;
+    describe_tile(job, piece, kv_head, &tile);
+    if (piece->segment == WHOLE) {
+        cpu->attention_kernels.attend(&tile, &cpu->attention[thread], NULL);
+        return;
+    }
+    struct attention_state states[MOST_SEGMENTS];
+    states[0] = partial_of(cpu, kv_head, piece->before + piece->segment, tile.n_rows);
+    cpu->attention_kernels.attend(&tile, &cpu->attention[thread], states);
+    _Atomic uint32_t *left = &cpu->plan->left[(size_t)kv_head * MOST_SPLIT + piece->index];
+    if (atomic_fetch_sub_explicit(left, 1, memory_order_acq_rel) != 1)
+        return;
+    atomic_store_explicit(left, piece->n_segments, memory_order_relaxed); /* for the next layer */
+    for (uint32_t i = 0; i < piece->n_segments; i++)
+        states[i] = partial_of(cpu, kv_head, piece->before + i, tile.n_rows);
+    cpu->attention_kernels.combine(&tile, states, piece->n_segments);
+}
+
 static void attend(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct attention_job *job = arg;
-    struct cpu_backend *cpu = job->cpu;
-    uint32_t n_kv = cpu->kv.n_kv_heads, n_seqs = cpu->step.n_seqs, n_tiles = cpu->tiles[n_seqs];
-    for (uint32_t i = first; i < end; i++) {
-        uint32_t tile = n_tiles - 1 - i / n_kv, low = 0, high = n_seqs;
-        while (high - low > 1) { /* the last sequence that starts at or before the tile */
-            uint32_t middle = (low + high) / 2;
-            if (cpu->tiles[middle] <= tile)
-                low = middle;
-            else
-                high = middle;
-        }
-        attend_tile(job, low, tile - cpu->tiles[low], i % n_kv, &cpu->attention[thread]);
-    }
+    uint32_t n_kv = job->cpu->kv.n_kv_heads;
+    for (uint32_t i = first; i < end; i++)
+        attend_piece(job, &job->cpu->plan->pieces[i / n_kv], i % n_kv, thread);
 }
 
 void cpu_attention(struct backend *backend, const struct backend_attention *args)
 {
     struct attention_job job = {cpu_of(backend), args};
-    thread_pool_for(job.cpu->pool, job.cpu->tiles[job.cpu->step.n_seqs] * job.cpu->kv.n_kv_heads, 1, attend, &job);
+    thread_pool_for(job.cpu->pool, job.cpu->plan->n_pieces * job.cpu->kv.n_kv_heads, 1, attend, &job);
 }

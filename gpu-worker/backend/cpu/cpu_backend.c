@@ -161,14 +161,14 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
     if (!cpu)
         return kvg_fail(err, KVG_NOMEM, "no memory for the CPU backend");
     cpu->base.ops = &cpu_ops;
+    cpu->base.kv_auto = kernels.kv_auto;
     cpu->kernels = kernels;
     cpu->arithmetic = arithmetic;
     cpu->options = *options;
     cpu->pool = thread_pool_open(threads);
     cpu->attention = cpu_alloc(threads * sizeof *cpu->attention);
     cpu->places = calloc(options->max_rows, sizeof *cpu->places);
-    cpu->tiles = calloc((size_t)options->max_seqs + 1, sizeof *cpu->tiles);
-    if (!cpu->pool || !cpu->attention || !cpu->places || !cpu->tiles) {
+    if (!cpu->pool || !cpu->attention || !cpu->places) {
         cpu_close(&cpu->base);
         return kvg_fail(err, KVG_NOMEM, "cannot start %u threads or get memory for steps of %u rows", threads, options->max_rows);
     }

@@ -2,14 +2,32 @@
 #include "gpu-worker/backend/cpu/cpu.h"
 #include <stdlib.h>
 
-static size_t kv_layer_values(const struct backend_kv *kv)
+/* Sets everything but memory. */
+static struct kv_layer layer_layout(const struct cpu_backend *cpu, const struct backend_kv *kv)
 {
-    return (size_t)kv->block_size * kv->n_kv_heads * kv->head_dim;
+    enum backend_kv_dtype dtype = kv->dtype == KV_AUTO ? cpu->base.kv_auto : kv->dtype;
+    uint32_t padding = cpu->kernels.key_padding;
+    struct kv_layer layer = {.n_kv_heads = kv->n_kv_heads,
+                             .head_dim = kv->head_dim,
+                             .key_dim = (kv->head_dim + padding - 1) / padding * padding,
+                             .block_size = kv->block_size,
+                             .block_shift = (uint32_t)__builtin_ctz(kv->block_size),
+                             .value_bytes = dtype == KV_INT8 ? 1 : 2};
+    size_t slots = (size_t)kv->n_kv_heads * kv->block_size;
+    layer.values = slots * layer.key_dim * layer.value_bytes;
+    layer.k_scales = layer.v_scales = layer.values + slots * layer.head_dim * layer.value_bytes;
+    layer.block_bytes = layer.k_scales; /* of one layer here */
+    if (dtype == KV_INT8) {
+        layer.v_scales += slots * sizeof(float);
+        layer.block_bytes += 2 * slots * sizeof(float);
+    }
+    layer.block_bytes = (layer.block_bytes + LINE - 1) & ~(size_t)(LINE - 1);
+    return layer;
 }
 
 size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv)
 {
-    return kv->n_layers * 2 * kv_layer_values(kv) * sizeof(uint16_t);
+    return kv->n_layers * layer_layout((const struct cpu_backend *)backend, kv).block_bytes;
 }
 
 static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
@@ -20,6 +38,8 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
         return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 16 up to %d", kv->head_dim, MAX_HEAD_DIM);
     if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
+    if (kv->dtype >= KV_DTYPES)
+        return kvg_fail(err, KVG_INVALID, "KV dtype %d of %d", (int)kv->dtype, KV_DTYPES);
     return 0;
 }
 
@@ -29,22 +49,21 @@ int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kv
     int failed = check_kv(kv, err);
     if (failed)
         return failed;
-    size_t values = kv_layer_values(kv); /* of a block's k, or v, in one layer */
-    cpu->kv_bytes = cpu_kv_block_bytes(backend, kv) * kv->n_blocks;
+    struct kv_layer layer = layer_layout(cpu, kv);
+    size_t layer_bytes = layer.block_bytes;
+    layer.block_bytes *= kv->n_layers;
+    cpu->kv_bytes = layer.block_bytes * kv->n_blocks;
     cpu->layers = calloc(kv->n_layers, sizeof *cpu->layers);
     cpu->kv_memory = cpu_map(cpu->kv_bytes);
     if (!cpu->layers || !cpu->kv_memory)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u KV blocks (%zu bytes)", kv->n_blocks, cpu->kv_bytes);
     cpu->kv = *kv;
-    for (uint32_t i = 0; i < kv->n_layers; i++)
-        cpu->layers[i] = (struct kv_layer){.k = cpu->kv_memory + (size_t)i * 2 * values,
-                                           .v = cpu->kv_memory + ((size_t)i * 2 + 1) * values,
-                                           .block_values = (size_t)kv->n_layers * 2 * values,
-                                           .n_kv_heads = kv->n_kv_heads,
-                                           .head_dim = kv->head_dim,
-                                           .block_size = kv->block_size,
-                                           .block_shift = (uint32_t)__builtin_ctz(kv->block_size)};
-    return 0;
+    cpu->attention_kernels = cpu->kernels.attention[kv->dtype == KV_AUTO ? cpu->base.kv_auto : kv->dtype];
+    for (uint32_t i = 0; i < kv->n_layers; i++) {
+        cpu->layers[i] = layer;
+        cpu->layers[i].memory = cpu->kv_memory + i * layer_bytes;
+    }
+    return cpu_attention_alloc(cpu, err);
 }
 
 void cpu_kv_free(struct cpu_backend *cpu)

@@ -221,7 +221,7 @@ void cpu_free_memory(struct cpu_backend *cpu)
     free(cpu->attention);
     free(cpu->sampling);
     free(cpu->places);
-    free(cpu->tiles);
+    cpu_attention_free(cpu);
     cpu_kv_free(cpu);
     for (struct arena_chunk *next, *chunk = cpu->arena; chunk; chunk = next) {
         next = chunk->next;

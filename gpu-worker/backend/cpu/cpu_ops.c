@@ -163,8 +163,8 @@ static void rope_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
             kernels->rotate(q + h * head_dim, angles, rotated, rope->style);
         for (uint32_t h = 0; h < cpu->kv.n_kv_heads; h++) {
             kernels->rotate(k + h * head_dim, angles, rotated, rope->style);
-            kernels->store_kv(&cpu->layers[rope->layer], cpu->places[r].block, cpu->places[r].slot, h, k + h * head_dim,
-                              v + h * head_dim);
+            cpu->attention_kernels.store(&cpu->layers[rope->layer], cpu->places[r].block, cpu->places[r].slot, h,
+                                         k + h * head_dim, v + h * head_dim);
         }
     }
 }

@@ -19,10 +19,10 @@ struct kernels {
     void (*silu_mul)(float *gate, const float *up, size_t n);
     /* angles: (cos, sin) pairs [rotated]. */
     void (*rotate)(float *head, const float *angles, uint32_t rotated, enum rope_style style);
-    /* One head's row of k or v in the block `block` at `slot`. */
-    void (*store_kv)(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v);
-    void (*attention)(const struct attention_tile *tile, struct attention_scratch *scratch);
+    struct attention_kernels attention[KV_DTYPES];
     uint32_t attention_rows; /* of a tile; at most ATTENTION_TILE */
+    uint32_t key_padding;    /* head dimensions of keys are padded to a multiple of it */
+    enum backend_kv_dtype kv_auto;
 };
 
 extern const struct kernels kernels_generic, kernels_avx2, kernels_avx512;
@@ -35,4 +35,5 @@ void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts
                            const struct panel_store *store);
 void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
                          const struct panel_store *store);
-void attention_amx(const struct attention_tile *tile, struct attention_scratch *scratch);
+/* Sets the attention of AMX. */
+void attention_amx(struct kernels *out);

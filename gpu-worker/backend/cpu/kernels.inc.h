@@ -300,7 +300,13 @@ const struct kernels KERNELS_SYMBOL = {
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
     .rotate = rotate,
-    .store_kv = store_kv,
-    .attention = attention,
-    .attention_rows = 16,
+    .attention =
+        {
+            [KV_F16] = {store_f16, attend_f16, combine},
+            [KV_BF16] = {store_bf16, attend_bf16, combine},
+            [KV_INT8] = {store_int8, attend_int8, combine},
+        },
+    .attention_rows = 32,
+    .key_padding = 16,
+    .kv_auto = KV_F16,
 };

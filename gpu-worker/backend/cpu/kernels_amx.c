@@ -260,8 +260,7 @@ void kernels_amx(struct kernels *out)
 {
     *out = kernels_avx512;
     out->name = "amx";
-    out->attention = attention_amx;
-    out->attention_rows = ATTENTION_TILE;
+    attention_amx(out);
     out->panel[PANEL_SCALE_4] = panel_scale_4;
     out->panel[PANEL_SCALE_5] = panel_scale_5;
     out->panel[PANEL_SCALE_8] = panel_scale_8;

@@ -20,12 +20,13 @@ static uint32_t n_vocab;
 static uint32_t prompts[3][TOKENS];
 static const uint32_t checked[CHECKED] = {0, 15, 16, 32, 63, 64, 99}; /* positions whose logits are compared */
 
-static struct model *open_model(const char *isa, uint32_t threads)
+static struct model *open_model_with(const char *isa, uint32_t threads, const char *kv_cache_dtype)
 {
     struct model *model;
     struct kvg_error err = {0};
     struct model_options options = {
         .path = MODEL, .device = "cpu", .cpu_isa = isa, .threads = threads, .max_rows = 256, .max_seqs = 8, .max_outputs = 16};
+    options.kv_cache_dtype = kv_cache_dtype;
     int rc = model_open(&model, &options, &err);
     if (rc == KVG_UNSUPPORTED)
         return NULL;
@@ -34,6 +35,11 @@ static struct model *open_model(const char *isa, uint32_t threads)
     assert_int_equal(model_kv_alloc(model, BLOCKS, BLOCK, NULL), 0);
     n_vocab = model_info(model)->n_vocab;
     return model;
+}
+
+static struct model *open_model(const char *isa, uint32_t threads)
+{
+    return open_model_with(isa, threads, NULL);
 }
 
 /* One forward; copies the logits of positions in `checked` that belong to sequence 0 to out[CHECKED][n_vocab]. */
@@ -148,6 +154,40 @@ static void test_logits_do_not_depend_on_chunks_batch_blocks_threads_or_isa(void
     free(whole), free(first), free(part);
 }
 
+static void test_logits_do_not_depend_on_chunks_or_batch_with_any_kv_dtype(void **unused)
+{
+    static const struct {
+        const char *dtype;
+        size_t head_bytes; /* of a token's key, or value, in one head */
+    } kinds[] = {{"f16", 128}, {"bf16", 128}, {"int8", 68}};
+    uint32_t straight[TOKENS / BLOCK + 1], scattered[TOKENS / BLOCK + 1], tokens = SANITIZED ? 17 : TOKENS,
+                                                                          n = SANITIZED ? 3 : CHECKED;
+    for (uint32_t b = 0; b < TOKENS / BLOCK + 1; b++)
+        straight[b] = b, scattered[b] = (b * 17 + 23) % BLOCKS;
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        struct model *model = open_model_with("auto", 2, kinds[i].dtype);
+        float *whole = calloc(CHECKED * (size_t)n_vocab, sizeof *whole), *part = calloc(CHECKED * (size_t)n_vocab, sizeof *part);
+        assert_string_equal(model_info(model)->kv_cache_dtype, kinds[i].dtype);
+        assert_int_equal(model_kv_block_bytes(model, 32), 30 * 2 * 3 * 32 * kinds[i].head_bytes);
+        in_chunks(model, tokens, straight, tokens, whole);
+        in_chunks(model, 16, scattered, tokens, part);
+        same(part, whole, n, "chunks of 16, scattered", kinds[i].dtype);
+        if (!SANITIZED) {
+            in_chunks(model, 1, scattered, tokens, part);
+            same(part, whole, n, "one by one", kinds[i].dtype);
+            in_company(model, part);
+            same(part, whole, n, "with two other sequences", kinds[i].dtype);
+        }
+        model_close(model);
+        free(whole), free(part);
+    }
+    struct model *model;
+    struct model_options options = {.path = MODEL, .threads = 1, .max_rows = 8, .kv_cache_dtype = "fp4"};
+    struct kvg_error err;
+    assert_int_equal(model_open(&model, &options, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "fp4"));
+}
+
 static void test_bad_batches_are_refused(void **unused)
 {
     struct model *model = open_model("auto", 1);
@@ -217,6 +257,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_logits_do_not_depend_on_chunks_batch_blocks_threads_or_isa),
+        cmocka_unit_test(test_logits_do_not_depend_on_chunks_or_batch_with_any_kv_dtype),
         cmocka_unit_test(test_bad_batches_are_refused),
         cmocka_unit_test(test_open_reports_the_model_and_its_progress),
         cmocka_unit_test(test_bad_options_are_refused_by_name),
