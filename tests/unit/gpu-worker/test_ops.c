@@ -366,8 +366,8 @@ struct geometry {
     enum rope_style style;
     enum backend_kv_dtype dtype;
 };
-/* TOKENS: past the second segment of keys. */
-enum { TOKENS = 600, MAX_WIDTH = 7 * 128 };
+/* TOKENS: past the first segment of keys. */
+enum { TOKENS = 290, MAX_WIDTH = 7 * 128 };
 
 struct inputs {
     float q[TOKENS * MAX_WIDTH], k[TOKENS * MAX_WIDTH], v[TOKENS * MAX_WIDTH];
