@@ -12,9 +12,8 @@ static const double surest[SURE_LEVELS] = {0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 
 enum {
     CATCH_UP_ALONE = 256, /* rows of missing KV in one step */
     CATCH_UP_BESIDE = 64, /* the same while other sequences wait for it */
-    NEAR = 64,            /* tokens of missing KV that are always computed for drafts by the model */
+    NEAR = 8,             /* tokens of missing KV that are always computed for drafts by the model */
     ONE_IN = 16,          /* sequences that try the model however badly it did before */
-    TRIED = 8,            /* drafts after which a sequence's own acceptance counts */
     MOVE_EVERY = 2,       /* verifications between two moves of a limit */
     PROBE_SOON = 2,       /* steps without drafts before one is tried: after a success, */
     PROBE_FIRST = 16,     /* at first and after a failure, */
@@ -26,7 +25,8 @@ enum {
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
 static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
-static const double prior_weight = 6, least_gain = 1.02;
+static const double prior_weight = 6, least_gain = 1.04, worth_catching_up = 1.1;
+static const double for_probes = 0.01; /* share of all time that drafts may take that do not seem to pay */
 
 /* Drafts that were looked at, and accepted ones; both fade. */
 struct rate {
@@ -71,6 +71,8 @@ struct speculate {
     struct rate rates[LEVELS];         /* of all sequences */
     struct draft_order *model_orders;  /* [n_slots] */
     struct step_cost cost, model_cost; /* of steps, and of the drafter's rounds, by rows */
+    double model_gain;                 /* by drafts of the model in the last step's batch; see gain_by_model */
+    double spare;                      /* seconds that are left for probes */
     uint32_t last_prefill;             /* prompt rows of the last step */
     uint32_t n_decodes, base;          /* of the step to come: decode rows; all rows without drafts */
     bool brief;                        /* the drafter's rounds of this step */
@@ -90,6 +92,7 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
         spec->options.start = SPECULATE_START;
     spec->least = spec->options.start < SPECULATE_LEAST ? spec->options.start : SPECULATE_LEAST;
     spec->most = spec->options.start > SPECULATE_MOST ? spec->options.start : SPECULATE_MOST;
+    spec->model_gain = 2; /* until something is known */
     spec->slots = calloc(options->n_slots, sizeof *spec->slots);
     spec->candidates = calloc(options->n_slots, sizeof *spec->candidates);
     spec->order = calloc(options->most_drafts, sizeof *spec->order);
@@ -172,16 +175,36 @@ static bool guess_from_context(struct speculate *spec, struct candidate *c)
     return c->at != 0;
 }
 
-/* Whether the model may be asked. Where it lacks much KV, as at first or after a long time of doing without it, only for a
- * sequence that does not know yet how well the model does, if it did well for others or one of them is to try again. */
+/* What a round of the drafter takes; 0 until it was measured. */
+static double round_cost(const struct speculate *spec, uint32_t rows)
+{
+    return spec->model_cost.now && rows ? step_cost_of(&spec->model_cost, rows) : 0;
+}
+
+/* Tokens a second with drafts by the model for every sequence that decodes, over those without; at best. */
+static double gain_by_model(const struct speculate *spec)
+{
+    double share = spec->rates[BY_MODEL].accepted / spec->rates[BY_MODEL].tried, reach = 1, tokens = 1, best = 0;
+    double plain = step_cost_of(&spec->cost, spec->base), round = round_cost(spec, spec->n_decodes);
+
+    for (uint32_t k = 1; k <= spec->options.start; k++) {
+        tokens += reach *= share;
+        double gain = tokens * plain / (step_cost_of(&spec->cost, spec->base + k * spec->n_decodes) + k * round);
+        best = gain > best ? gain : best;
+    }
+    return best;
+}
+
+/* Whether the model may be asked. Where it lacks KV, as at first or after a time of doing without it, only if drafts by it pay
+ * well in a batch like this one, or if there is time to spare and the sequence is one of those that try. */
 static bool guess_from_model(const struct speculate *spec, const struct candidate *c)
 {
-    const struct rate *own = &c->slot->rates[BY_MODEL], *all = &spec->rates[BY_MODEL];
+    uint32_t missing = c->seq->n_ids - c->slot->n_drafted_kv;
 
     if (!spec->options.drafter || c->seq->n_ids + c->most > drafter_longest(spec->options.drafter))
         return false;
-    return spec->options.fixed || c->seq->n_ids - c->slot->n_drafted_kv <= NEAR ||
-           (own->tried < TRIED && (all->accepted > 0.3 * all->tried || c->seq->number % ONE_IN == 0));
+    return spec->options.fixed || missing <= NEAR || spec->model_gain > worth_catching_up ||
+           (c->seq->number % ONE_IN == 0 && spec->spare >= round_cost(spec, missing));
 }
 
 /* Where the sequence's guess of this step comes from; false: there is none. */
@@ -252,12 +275,6 @@ static struct candidate *most_promising(struct speculate *spec, uint32_t n)
     return best;
 }
 
-/* What a round of the drafter takes; 0 until it was measured. */
-static double round_cost(const struct speculate *spec, uint32_t n)
-{
-    return spec->model_cost.now && n ? step_cost_of(&spec->model_cost, n) : 0;
-}
-
 /* The number of drafts with the most expected tokens a second, of those that have a worth. Within a sequence each further draft
  * is worth less than the one before, so any beginning of the order by worth is a choice that can be made. `spent`: seconds that
  * the drafts took already, or negative: those of the model are still to be made, one after the other. */
@@ -301,12 +318,17 @@ static void plan_by_goodput(struct speculate *spec, uint32_t n)
     choose_by_goodput(spec, n, -1);
 }
 
-/* Those that have had none for a while try one. */
+/* Those that have had none for a while try one, as far as there is time to spare: in a large batch somebody's turn comes in
+ * nearly every step. */
 static void add_probes(struct speculate *spec, uint32_t n)
 {
+    double row = step_cost_of(&spec->cost, spec->base + 1) - step_cost_of(&spec->cost, spec->base);
+
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait) {
+        double price = (row > 0 ? row : 0) + (c->by_model ? round_cost(spec, c->seq->n_ids - c->slot->n_drafted_kv) : 0);
+        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait && price <= spec->spare) {
+            spec->spare -= price;
             c->n = 1;
             c->probe = true;
         }
@@ -508,6 +530,8 @@ void speculate_propose(struct speculate *spec, struct sequence *const *running, 
         add_probes(spec, n);
     } /* else the cost of a plain step is to be measured */
     write_drafts(spec, n, n_running);
+    if (spec->options.drafter && spec->n_decodes)
+        spec->model_gain = gain_by_model(spec);
 }
 
 /* ---- what came of them ----------------------------------------------------------------------------------------------------- */
@@ -563,5 +587,8 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
 void speculate_timed(struct speculate *spec, const struct step_plan *plan, double seconds)
 {
     spec->last_prefill = plan->n_rows - plan->n_decodes - plan->n_drafts;
+    spec->spare += for_probes * seconds;
+    if (spec->spare > 2 * seconds) /* a burst of probes would be felt */
+        spec->spare = 2 * seconds;
     step_cost_add(&spec->cost, plan->n_rows, seconds);
 }

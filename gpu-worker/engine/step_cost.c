@@ -1,6 +1,6 @@
 #include "gpu-worker/engine/step_cost.h"
 
-enum { STALE = 1024, ABOUT = 4 }; /* bins to either side that are about as many: a quarter */
+enum { STALE = 1024, ABOUT = 4, MANY = 6 }; /* bins to either side that are about as many: a quarter */
 static const double newest_share = 0.2, most_jump = 2, price_of_row = 0.1;
 
 static uint32_t bin_of(uint32_t rows)
@@ -55,6 +55,13 @@ bool step_cost_fresh(const struct step_cost *cost, uint32_t rows, uint64_t age)
     return false;
 }
 
+/* Of more rows than were measured, by those that were: few hardly cost more than one, and of many half of each one's share. */
+static double beyond(double cost, double measured, double rows)
+{
+    double price = measured < MANY ? price_of_row / (1 + price_of_row * (measured - 1)) : 0.5 / measured;
+    return cost * (1 + price * (rows - measured));
+}
+
 static double guess(double rows)
 {
     return 1 + price_of_row * (rows - 1);
@@ -74,7 +81,7 @@ double step_cost_of(const struct step_cost *cost, uint32_t rows)
     if (below == bin && bin < STEP_COST_EXACT)
         return cost->mean[bin];
     if (!ceiling || below == above)
-        return cost->mean[below] * guess(rows) / guess(rows_of(below));
+        return beyond(cost->mean[below], rows_of(below), rows);
     if (!below)
         return cost->mean[above] * guess(rows) / guess(rows_of(above));
     double share = (rows - rows_of(below)) / (rows_of(above) - rows_of(below));
