@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ARGV_MAX = 12 };
+enum { ARGV_MAX = 13 };
 
 /* An argument vector under construction. A failed allocation makes `failed` stick. */
 struct args {
@@ -58,16 +58,31 @@ static void add_call(struct args *args, enum kvg_script_id script, const char *p
     add_copy(args, key);
 }
 
+/* Blocks of the grid: all to DENSE, then OCTAVE between every two powers of two, and the last. */
+enum { DENSE = 512, OCTAVE = 128 };
+
+/* The grid's block after `block` in a prompt of n (both count from 1); over n after the last. */
+static size_t grid_next(size_t block, size_t n)
+{
+    size_t step = 1;
+    for (size_t start = DENSE; start <= block; start *= 2)
+        step = start / OCTAVE;
+    return block == n || block + step <= n ? block + step : n;
+}
+
 static void add_chain(struct args *args, const struct kvg_hash *chain, size_t n)
 {
-    char *hex = args->failed || n > SIZE_MAX / KVG_HASH_HEX - 1 ? NULL : kvg_arena_alloc(args->arena, n * KVG_HASH_HEX + 1);
+    size_t places = 0;
+    for (size_t block = 1; block <= n; block = grid_next(block, n))
+        places++;
+    char *hex = args->failed ? NULL : kvg_arena_alloc(args->arena, places * KVG_HASH_HEX + 1), *at = hex;
     if (!hex) {
         args->failed = true;
         return;
     }
-    for (size_t i = 0; i < n; i++)
-        kvg_hash_hex(&chain[i], hex + i * KVG_HASH_HEX);
-    add_borrowed(args, hex, n * KVG_HASH_HEX);
+    for (size_t block = 1; block <= n; block = grid_next(block, n), at += KVG_HASH_HEX)
+        kvg_hash_hex(&chain[block - 1], at);
+    add_borrowed(args, hex, places * KVG_HASH_HEX);
 }
 
 static int args_done(const struct args *args, int *argc, const char ***argv, size_t **argv_len)
@@ -98,6 +113,7 @@ int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena,
     add_copy(&args, hex);
     add_number(&args, KVG_SCHEMA_VERSION);
     add_copy(&args, query->now ? query->now : "");
+    add_number(&args, (double)query->n_blocks);
     return args_done(&args, argc, argv, argv_len);
 }
 

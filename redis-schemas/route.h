@@ -25,8 +25,9 @@ struct kvg_route_query {
     bool observe; /* the request goes elsewhere: nothing is written */
 };
 
-/* EVALSHA's whole argument vector (argv[0] is the command), in the arena. 0 or KVG_NOMEM.
- * After NOSCRIPT, replace argv[0] by "EVAL" and argv[1] by the script's source. */
+/* EVALSHA's whole argument vector (argv[0] is the command), in the arena. Of a long chain only the blocks of route.lua's grid are
+ * in it: 31 KB instead of 200 KB for 6,250 blocks. 0 or KVG_NOMEM. After NOSCRIPT, replace argv[0] by "EVAL" and argv[1] by the
+ * script's source. */
 int kvg_route_argv(const struct kvg_route_query *query, struct kvg_arena *arena, int *argc, const char ***argv,
                    size_t **argv_len);
 

@@ -10,6 +10,8 @@
 -- ARGV[5..7]  the caller's block size, fingerprint and schema version (empty = not compared)
 -- ARGV[8]     now in seconds, for replaying traces: a worker whose last heartbeat is more than 3 s older counts as dead
 --             (empty = the server's clock, and a worker lives as long as its key w:<id>)
+-- ARGV[9]     blocks of the prompt, where ARGV[1] has not all of them but those of the grid: each to 512, then 128 between every two
+--             powers of two, and the last (empty = it has all)
 --
 -- Reply       {'ok', {worker, addr, lease, hit blocks, backlog, cost, reason}, ...}  one to three, best first; all strings
 --             {'none'}            no live worker takes work
@@ -41,7 +43,31 @@ local explain = arg(3) == 'explain'
 local alpha = tonumber(arg(4) or 8)
 local replayed = tonumber(arg(8) or nil)
 local stride = string.find(string.sub(chain, 33, 33), '^%x$') and 32 or 33
-local blocks = math.floor((#chain + stride - 32) / stride)
+-- The script counts in places of the chain as it was given; place i is block block_at(i).
+local DENSE, OCTAVE = 512, 128
+local places = math.floor((#chain + stride - 32) / stride)
+local blocks = tonumber(arg(9) or places)
+local function block_at(i)
+    if i <= DENSE or blocks == places then
+        return i
+    elseif i == places then
+        return blocks
+    end
+    local octave = math.floor((i - DENSE - 1) / OCTAVE)
+    return DENSE * 2 ^ octave + (i - DENSE - octave * OCTAVE) * (DENSE / OCTAVE) * 2 ^ octave
+end
+local function place_of(block) -- 1, 2, 4, … or the last
+    if block <= DENSE or blocks == places then
+        return block
+    elseif block == blocks then
+        return places
+    end
+    local octave = 0
+    while DENSE * 2 ^ octave < block do
+        octave = octave + 1
+    end
+    return DENSE + octave * OCTAVE
+end
 
 local clock = redis.call('TIME')
 local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
@@ -83,7 +109,7 @@ local function worker_of(lease)
     return workers[lease]
 end
 
--- 3. Who holds block p: the leases that claim it, live or not, separated by commas.
+-- 3. Who holds the block at place p: the leases that claim it, live or not, separated by commas.
 local fields = 0
 local function claims(p)
     local at = (p - 1) * stride
@@ -92,24 +118,36 @@ local function claims(p)
     return type(list) == 'string' and list or ''
 end
 
--- 4. First round: blocks 1, 2, 4, … as far as anybody holds them. levels: each list that differs from the one before, with
---    the last of these blocks that it holds for. A worker that holds a block holds all before it, so its depth lies between
+-- 4. First round: places 1, 2, 4, … as far as anybody holds them. levels: each list that differs from the one before, with
+--    the last of these places that it holds for. A worker that holds a block holds all before it, so its depth lies between
 --    the last level that names it and twice that.
 local levels = {}
 local p = 1
-while p <= blocks do
+while p <= places do
     local list = claims(p)
     if list == '' then
         break
     end
     if #levels == 0 or levels[#levels].list ~= list then
-        levels[#levels + 1] = {list = list, text = ',' .. list .. ','}
+        levels[#levels + 1] = {list = list}
     end
     levels[#levels].p = p
     p = p * 2
 end
+local named_by = {} -- what was looked for in which list: the same list often stands for many blocks
+local function in_list(list, lease)
+    local known = named_by[list]
+    if not known then
+        known = {text = ',' .. list .. ','}
+        named_by[list] = known
+    end
+    if known[lease] == nil then
+        known[lease] = string.find(known.text, ',' .. lease .. ',', 1, true) ~= nil
+    end
+    return known[lease]
+end
 local function names(level, lease)
-    return string.find(level.text, ',' .. lease .. ',', 1, true)
+    return in_list(level.list, lease)
 end
 local function bracket(lease)
     local below, above = 0, #levels + 1
@@ -124,7 +162,7 @@ local function bracket(lease)
     if below == 0 then
         return 0, 1
     end
-    return levels[below].p, math.min(2 * levels[below].p, blocks + 1)
+    return levels[below].p, math.min(2 * levels[below].p, places + 1)
 end
 
 -- 5. Candidates: at most 16 owners, those of the deepest level and then the least loaded …
@@ -214,7 +252,8 @@ if blocks > 0 then
     marks[#marks + 1] = blocks
     local keys, leases = {}, {}
     for i, mark in ipairs(marks) do
-        keys[i] = base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 20)
+        local at = (place_of(mark) - 1) * stride
+        keys[i] = base .. 'pred:' .. string.sub(chain, at + 1, at + 20)
     end
     for i, mark in ipairs(redis.call('MGET', unpack(keys))) do
         local lease, since = string.match(mark or '', '^(%d+) (%S+)$')
@@ -242,7 +281,20 @@ if #candidates == 0 then
 end
 
 -- 6. Narrow the brackets, the deepest first: it gets what makes it exact in the rounds left, the others share the rest.
---    m probes cut a bracket into m + 1 parts, so (m + 1) ^ rounds >= hi - lo suffices.
+--    m probes cut a bracket into m + 1 parts, so (m + 1) ^ rounds >= hi - lo suffices. Who cannot become the choice, however
+--    deep within its bracket, is let be.
+local function cost_at(w, place)
+    local depth = math.max(place > 0 and block_at(place) or 0, reserved[w.lease] or 0)
+    return alpha * math.max(prompt_tokens - depth * block_size, math.min(prompt_tokens, 1)) + w.backlog
+end
+local function reach()
+    local least
+    for _, w in ipairs(candidates) do
+        local most = cost_at(w, w.lo)
+        least = math.min(least or most, most)
+    end
+    return least + NEAR * mean_prompt
+end
 local function probes_needed(width, rounds)
     local m = 0
     while (m + 1) ^ rounds < width and m < FIELDS do
@@ -252,9 +304,9 @@ local function probes_needed(width, rounds)
 end
 local rounds = blocks > 0 and 1 or 0
 while rounds > 0 and rounds < ROUNDS do
-    local brackets, seen = {}, {}
+    local brackets, seen, most = {}, {}, reach()
     for _, w in ipairs(candidates) do
-        if w.hi - w.lo > 1 and not seen[w.lo] then
+        if w.hi - w.lo > 1 and not seen[w.lo] and (explain or cost_at(w, w.hi - 1) <= most) then
             seen[w.lo] = true
             brackets[#brackets + 1] = w
         end
@@ -281,10 +333,10 @@ while rounds > 0 and rounds < ROUNDS do
     end
     table.sort(probes)
     for _, at in ipairs(probes) do
-        local list = ',' .. claims(at) .. ','
+        local list = claims(at)
         for _, w in ipairs(candidates) do
             if w.lo < at and at < w.hi then
-                if string.find(list, ',' .. w.lease .. ',', 1, true) then
+                if in_list(list, w.lease) then
                     w.lo = at
                 else
                     w.hi = at
@@ -302,8 +354,9 @@ local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride
 math.randomseed(math.floor(now * 1e6) % 2147483647)
 local least
 for _, w in ipairs(candidates) do
-    w.held, w.reserved = w.lo, reserved[w.lease] or 0
-    w.lo = math.max(w.lo, w.reserved)
+    w.exact = w.hi - w.lo <= 1 and (w.hi > places or w.lo == 0 or block_at(w.hi) - block_at(w.lo) <= 1)
+    w.held, w.reserved = w.lo > 0 and block_at(w.lo) or 0, reserved[w.lease] or 0
+    w.lo = math.max(w.held, w.reserved)
     w.uncached = math.max(prompt_tokens - w.lo * block_size, math.min(prompt_tokens, 1))
     w.cost = alpha * w.uncached + w.backlog
     w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
@@ -345,7 +398,8 @@ if not explain then
             redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
             for _, mark in ipairs(marks) do
                 if mark > best.held then
-                    redis.pcall('SET', base .. 'pred:' .. string.sub(chain, (mark - 1) * stride + 1, (mark - 1) * stride + 20),
+                    local at = (place_of(mark) - 1) * stride
+                    redis.pcall('SET', base .. 'pred:' .. string.sub(chain, at + 1, at + 20),
                                 string.format('%s %.6f', best.lease, now), 'PX', 1000 * RESERVED_SECONDS)
                 end
             end
@@ -363,7 +417,7 @@ local lines = {}
 for i, w in ipairs(candidates) do
     lines[i] = string.format('  {"rank": %d, "worker": "%s", "addr": "%s", "lease": %s, "hit_blocks": %d, "hit_exact": %s, "reserved_blocks": %d, ' ..
         '"uncached_tokens": %s, "backlog": %s, "cost": %s, "near_least": %s, "rendezvous": %d, "reason": "%s"}',
-        i, w.id, w.addr, w.lease, w.lo, tostring(w.hi - w.lo <= 1 and w.reserved <= w.held), w.reserved, number(w.uncached), number(w.backlog), number(w.cost),
+        i, w.id, w.addr, w.lease, w.lo, tostring(w.exact and w.reserved <= w.held), w.reserved, number(w.uncached), number(w.backlog), number(w.cost),
         tostring(w.near), w.score, w.reason)
 end
 local excluded = {}

@@ -19,7 +19,7 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
 from conftest import BUILD, ROOT  # noqa: E402
-from schemas import BLOCK, FINGERPRINT, SCHEMA, Schemas, source  # noqa: E402
+from schemas import BLOCK, FINGERPRINT, SCHEMA, Schemas, grid_of, source  # noqa: E402
 from stack import Redis  # noqa: E402
 
 BATCH, WORKERS = 256, 16
@@ -142,7 +142,8 @@ def route_times(fleets, lengths, calls):
                     chain = [h + "0" * 12 for h in hashes(blocks, rng)]
                     depths = [depth(number) for number in range(workers)]
                     index.claim(chain, leases, depths)
-                    args = ("".join(chain), blocks * BLOCK, "", "", BLOCK, FINGERPRINT, SCHEMA, "")
+                    sent = [chain[p - 1] for p in grid_of(blocks)]
+                    args = ("".join(sent), blocks * BLOCK, "", "", BLOCK, FINGERPRINT, SCHEMA, "", blocks)
                     assert index.call(index.client, "route", *args)[0] == "ok"
                     index.client.slowlog_reset()
                     trips = []
@@ -163,7 +164,7 @@ def main():
     calls = int(os.environ.get("CALLS") or 400)
     out = []
     print("    claims   bytes a claim   of RSS   MB in all   listpacks   us a claim to publish")
-    for m in bytes_a_claim(counts):
+    for m in bytes_a_claim(counts) if counts else ():
         print(f"{m['claims']:10,}{m['bytes']:16.1f}{m['rss']:9.1f}{m['total_mb']:12.1f}{100 * m['listpacks']:11.0f}%{m['us']:12.1f}", flush=True)
         out.append({"row": f"bytes a claim at {m['claims']}", "unit": "bytes", "value": m["bytes"], "peer": None, "peer_value": None, "ratio": None,
                     "limit": 40, "share": 40 / m["bytes"], "runs": 1})

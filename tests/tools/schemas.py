@@ -47,8 +47,10 @@ class Schemas:
             self.sources[name] = source(name)
         return text(self.client.eval(self.sources[name], 1, self.base + "meta", *args))
 
-    def route(self, chain, prompt_tokens="", explain="", alpha="", block=BLOCK, fingerprint=FINGERPRINT, schema=SCHEMA, now=""):
-        return self.call("route", "".join(chain), prompt_tokens, explain, alpha, block, fingerprint, schema, now)
+    def route(self, chain, prompt_tokens="", explain="", alpha="", block=BLOCK, fingerprint=FINGERPRINT, schema=SCHEMA, now="", grid=False):
+        """grid: as the gateway sends long chains."""
+        sent = [chain[p - 1] for p in grid_of(len(chain))] if grid else chain
+        return self.call("route", "".join(sent), prompt_tokens, explain, alpha, block, fingerprint, schema, now, len(chain) if grid else "")
 
     def claims(self, lease):
         """Every block that this lease claims, by its first 20 hex digits; reads each bucket."""
@@ -57,6 +59,15 @@ class Schemas:
             rows = text(self.client.eval(ALL_FIELDS, 0, self.base, start, start + 4095))
             found |= {rows[i] for i in range(0, len(rows), 2) if str(lease) in rows[i + 1].split(",")}
         return found
+
+
+def grid_of(n):
+    """The blocks of a chain of n that the gateway sends: each to 512, then 128 between every two powers of two, and the last."""
+    blocks, start = list(range(1, min(n, 512) + 1)), 512
+    while start < n:
+        blocks += range(start + start // 128, min(2 * start, n) + 1, start // 128)
+        start *= 2
+    return blocks if not blocks or blocks[-1] == n else blocks + [n]
 
 
 def text(reply):
