@@ -497,14 +497,14 @@ def test_flags_are_checked(build, models):
     program, model = os.path.join(build, "kvgate-worker"), os.path.join(models, "SmolLM2-135M-Instruct.Q4_1.gguf")
     help_text = run_flags(program, "--help")
     assert help_text.returncode == 0
-    for flag in ("--max-num-seqs", "--kv-cache-memory", "--gateway-listen", "--scheduling-policy", "--cpu-isa", "--no-enable-prefix-caching",
+    for flag in ("--max-num-seqs", "--kv-cache-memory", "--kv-cache-dtype", "--gateway-listen", "--scheduling-policy", "--cpu-isa", "--no-enable-prefix-caching",
                  "--speculative-model", "--spec-accept"):
         assert flag in help_text.stdout
     assert run_flags(program, "--version").stdout.startswith("kvgate-worker ")
     for flags in ([], ["--nonsense"], ["--model"], ["--model", model, "--port", "70000"], ["--model", model, "--block-size", "33"],
                   ["--model", model, "--kv-cache-memory", "lots"], ["--model", model, "--device", "tpu"], ["--model", model, "stray"],
                   ["--model", model, "--redis", "redis://127.0.0.1"], ["--model", model, "--served-model-name", "a b"],
-                  ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", ""],
+                  ["--model", model, "--kv-cache-dtype", "fp4"], ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", ""],
                   ["--model", model, "--num-speculative-tokens", "5"], ["--model", model, "--spec-accept", "rejection"],
                   ["--model", model, "--speculative-config", "{"], ["--model", model, "--speculative-config", "[]"],
                   ["--model", model, "--speculative-config", '{"method": "medusa"}'],

@@ -1,4 +1,4 @@
-/* The KV pool. */
+/* The KV pool. Its pages are taken when a block is first written: resident memory is what is in use, and start costs nothing. */
 #include "gpu-worker/backend/cpu/cpu.h"
 #include <stdlib.h>
 
