@@ -89,7 +89,7 @@ def test_other_rules_are_named_at_start_and_equal_at_temperature_0(rule):
         assert counts(drafting)[1] > 0
 
 
-@pytest.mark.parametrize("n, tokens, at_once, draft", [(20, 64, 4, QWEN05), pytest.param(200, 200, 8, QWEN05, marks=pytest.mark.long),
+@pytest.mark.parametrize("n, tokens, at_once, draft", [(20, 64, 8, QWEN05), pytest.param(200, 200, 8, QWEN05, marks=pytest.mark.long),
                                                        pytest.param(200, 200, 1, "ngram", marks=pytest.mark.long)])
 def test_the_real_pair(n, tokens, at_once, draft):
     """Qwen2.5-Coder 1.5B with 0.5B and prompt lookup: plain and drafting answers are the same, ids, text and log-probabilities."""
