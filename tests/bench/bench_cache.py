@@ -2,7 +2,7 @@
 """make bench-cache: time to the first token behind a shared prefix of 2,000 tokens through nginx, cold and warm.
 
 Each round asks two questions behind a prefix that no round had before: the first is cold, the second warm. Beside them the time
-of one decode step at the same depth, from the gaps between tokens in the same run. Aim: warm <= 3 decode steps + 5 ms.
+of one decode step at the same depth, from the gaps between tokens in the same run. Aim: warm <= 2 decode steps + 3 ms.
 """
 import json
 import os
