@@ -175,7 +175,7 @@ $(B)/cusim/$(1)/kvgate-cuda.so: $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1
 	$$(call say,LD)
 	$$(Q)g++ -shared $$(LINK_$(1)) -Wl,--whole-archive $(B)/cusim/$(1)/libcuda_backend.a -Wl,--no-whole-archive $(B)/cusim/$(1)/libcusim.a \
 	    $(LIBS) -o $$@ $(LDLIBS)
-cusim-$(1): $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%) $(OPS_TEST:%.c=$(B)/cusim/$(1)/%)
+cusim-$(1): $(if $(filter cov,$(1)),,$(SIM_TEST:%.cu=$(B)/cusim/$(1)/%)) $(OPS_TEST:%.c=$(B)/cusim/$(1)/%)
 endef
 SIM_FLAVOURS := plain check asan cov
 $(foreach flavour,$(SIM_FLAVOURS),$(eval $(call sim_rules,$(flavour))))

@@ -1,6 +1,6 @@
-/* Device memory: one range of addresses, allocated upwards and never reused, so that a stale pointer stays stale. New memory is
- * NaN; between allocations lie red zones; host code that touches any of it is stopped (the range has no access rights outside of
- * kernels and copies).
+/* Device memory: one range of addresses, allocated upwards and reused only when nothing is live, so that a stale pointer stays
+ * stale. New memory is NaN; between allocations lie red zones; host code that touches any of it is stopped (the range has no
+ * access rights outside of kernels and copies).
  */
 #include "tests/cusim/machine.h"
 #include <signal.h>
@@ -14,6 +14,7 @@
 namespace cusim
 {
 static const size_t ADDRESSES = (size_t)16 << 30; /* only what is touched takes memory */
+static const size_t BIG = 256 << 10;              /* a freed allocation of this size is no longer poisoned, but given back */
 static const int POISON = 0xff;
 
 static char *arena;
@@ -31,13 +32,19 @@ static size_t capacity()
 
 /* ---- the lock against host code ---- */
 
-static void protect(bool allow)
+static void protect_range(char *from, char *to, bool allow)
 {
-    size_t size = (top + 4095) & ~(size_t)4095;
-    if (size && mprotect(arena, size, allow ? PROT_READ | PROT_WRITE : PROT_NONE) != 0) {
+    char *page = reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(from) & ~(uintptr_t)4095);
+    size_t size = (size_t)(to - page + 4095) & ~(size_t)4095;
+    if (size && mprotect(page, size, allow ? PROT_READ | PROT_WRITE : PROT_NONE) != 0) {
         perror("cusim: mprotect");
         abort();
     }
+}
+
+static void protect(bool allow)
+{
+    protect_range(arena, arena + top, allow);
 }
 
 device_access::device_access()
@@ -164,25 +171,44 @@ void arena_check_red_zones()
 
 /* ---- allocation ---- */
 
+/* With nothing live the addresses begin anew: a program that opens one device after another stays small. */
+static void begin_anew()
+{
+    for (const auto &entry : allocations)
+        memory_forgotten(entry.second.base, entry.second.size);
+    allocations.clear();
+    top = 0;
+}
+
 static void *allocate(size_t size)
 {
+    if (!live_bytes && !accesses && top > BIG)
+        begin_anew();
     size_t offset = (top + RED_ZONE + 255) & ~(size_t)255, end = offset + size + RED_ZONE;
     if (size > capacity() || live_bytes + size > capacity() || end > ADDRESSES)
         return nullptr;
     top = end;
     live_bytes += size;
     char *p = arena + offset;
-    accesses++; /* the new pages get their rights here, and lose them with the others */
-    protect(true);
+    protect_range(p - RED_ZONE, p + size + RED_ZONE, true);
     ASAN_UNPOISON_MEMORY_REGION(p - RED_ZONE, size + 2 * RED_ZONE);
     memset(p - RED_ZONE, POISON, size + 2 * RED_ZONE);
     ASAN_POISON_MEMORY_REGION(p - RED_ZONE, RED_ZONE);
     ASAN_POISON_MEMORY_REGION(p + size, RED_ZONE);
-    if (--accesses == 0)
-        protect(false);
+    if (!accesses)
+        protect_range(p - RED_ZONE, p + size + RED_ZONE, false);
     allocations[reinterpret_cast<uintptr_t>(p)] = {p, size, true};
     memory_allocated(p, size);
     return p;
+}
+
+/* The addresses stay taken, the memory goes. */
+void give_back(void *p, size_t size)
+{
+    uintptr_t from = (reinterpret_cast<uintptr_t>(p) + 4095) & ~(uintptr_t)4095,
+              to = (reinterpret_cast<uintptr_t>(p) + size) & ~(uintptr_t)4095;
+    if (to > from)
+        madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
 }
 
 static bool release(void *p)
@@ -197,9 +223,12 @@ static bool release(void *p)
     live_bytes -= a.size;
     memory_freed(p, a.size);
     ASAN_POISON_MEMORY_REGION(p, a.size);
-    device_access access;
 #if !CUSIM_ASAN
-    memset(p, POISON, a.size);
+    device_access access;
+    if (a.size < BIG)
+        memset(p, POISON, a.size);
+    else
+        give_back(a.base, a.size);
 #endif
     return true;
 }

@@ -110,6 +110,7 @@ const allocation *allocation_near(const void *p); /* the last one that starts at
 bool is_device(const void *p, size_t size);       /* one live allocation covers it */
 bool is_pinned(const void *p, size_t size);
 void arena_check_red_zones();
+void give_back(void *p, size_t size); /* the whole pages of a range */
 
 /* Device memory is readable for this process only while one of these lives. */
 struct device_access {
@@ -121,6 +122,7 @@ struct device_access {
 extern const bool checking;
 void memory_allocated(const void *p, size_t size);
 void memory_freed(const void *p, size_t size);
+void memory_forgotten(const void *p, size_t size);                /* outside of every allocation again */
 void memory_written(const void *p, size_t size);                  /* by a copy or a library */
 void memory_read(const void *p, size_t size, const char *reader); /* reports what was never written */
 void memcheck_shared_reset(size_t used);

@@ -33,6 +33,7 @@ const bool checking = false;
 void note(const void *, int, access, const void *) {}
 void memory_allocated(const void *, size_t) {}
 void memory_freed(const void *, size_t) {}
+void memory_forgotten(const void *, size_t) {}
 void memory_written(const void *, size_t) {}
 void memory_read(const void *, size_t, const char *) {}
 void memcheck_shared_reset(size_t) {}
@@ -101,6 +102,14 @@ void memory_allocated(const void *p, size_t size)
 void memory_freed(const void *p, size_t size)
 {
     memset(global_states(p), FREED, size);
+    size_t offset = (size_t)(static_cast<const char *>(p) - arena_base());
+    give_back(global_shadow.writes + offset, size * sizeof(tag));
+    give_back(global_shadow.reads + offset, size * sizeof(tag));
+}
+
+void memory_forgotten(const void *p, size_t size)
+{
+    memset(global_states(p), OUTSIDE, size);
 }
 
 void memory_written(const void *p, size_t size)
