@@ -156,6 +156,8 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
         .cpu_arithmetic = options->cpu_arithmetic,
         .kv_cache_dtype = options->kv_cache_dtype,
         .threads = options->threads,
+        .deterministic = options->deterministic,
+        .enforce_eager = options->enforce_eager,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
         .max_outputs = options->max_num_seqs,
@@ -182,6 +184,8 @@ static int load_model(struct worker *worker, struct kvg_error *err)
         .cpu_arithmetic = options->cpu_arithmetic,
         .kv_cache_dtype = options->kv_cache_dtype,
         .threads = options->threads,
+        .deterministic = options->deterministic,
+        .enforce_eager = options->enforce_eager,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
         .progress = on_progress,
@@ -196,8 +200,6 @@ static int load_model(struct worker *worker, struct kvg_error *err)
         model_open(&worker->model, &model_options, err) < 0)
         return -1;
     const struct model_info *info = model_info(worker->model);
-    if (strcmp(options->device, "auto") == 0 && strncmp(info->backend, "cpu", 3) == 0)
-        log_info("--device auto: no CUDA here, running on the CPU");
     log_info("loaded in %.1f s: %s, %u layers, %.0f MiB of weights, on %s", (double)(monotonic_ms() - started) / 1000,
              info->family, info->n_layers, (double)info->weight_bytes / (1 << 20), info->backend);
     return 0;
@@ -234,14 +236,37 @@ static void log_cache(const struct worker *worker)
              (double)block_bytes * info.num_blocks / (1 << 20), (double)info.num_blocks / blocks_a_request, info.max_model_len);
 }
 
+/* What the KV cache may take by --gpu-memory-utilization: of a device's memory that share less what is in use, of a host's that
+ * share of what is free. A device gives nine tenths where nothing is said; 0: the engine decides. */
+static int budget_cache(const struct worker *worker, uint64_t *out, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    uint64_t free_bytes, total = model_device_memory(worker->model, &free_bytes);
+    double share = options->gpu_memory_utilization;
+
+    if (options->kv_cache_memory || options->num_kv_blocks || (total == 0 && share <= 0))
+        return 0;
+    if (total == 0) {
+        *out = (uint64_t)(share * (double)engine_available_memory());
+        return 0;
+    }
+    share = share > 0 ? share : 0.9;
+    double used = (double)(total - free_bytes), left = share * (double)total - used;
+    if (left <= 0)
+        return kvg_fail(err, KVG_NOMEM,
+                        "--gpu-memory-utilization %.2f of %.0f MiB leaves nothing for the KV cache: %.0f MiB are in use", share,
+                        (double)total / (1 << 20), used / (1 << 20));
+    *out = (uint64_t)left;
+    return 0;
+}
+
 static int start_engine(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
     struct engine_options engine = engine_options(worker);
 
-    if (options->gpu_memory_utilization > 0)
-        engine.kv_cache_bytes = (uint64_t)(options->gpu_memory_utilization * (double)engine_available_memory());
-    if (engine_open(&worker->engine, &engine, worker->model, worker->prompt_model, worker->publisher, err) < 0)
+    if (budget_cache(worker, &engine.kv_cache_bytes, err) < 0 ||
+        engine_open(&worker->engine, &engine, worker->model, worker->prompt_model, worker->publisher, err) < 0)
         return -1;
     log_cache(worker);
     log_speculation(options);

@@ -48,8 +48,9 @@ static const struct flag flags[] = {
      "AMX, "
      "f16 elsewhere; default auto"},
     {"gpu-memory-utilization", SHARE, AT(gpu_memory_utilization), "SHARE",
-     "KV blocks get this share, above 0 and up to 1, of the device's free memory (the machine's, on the CPU), instead of "
-     "--kv-cache-memory"},
+     "a GPU's memory is used up to this share, above 0 and up to 1, and KV blocks get what is left of it (on the CPU: this share "
+     "of "
+     "the free memory), instead of --kv-cache-memory; default on a GPU 0.9"},
     {"enable-prefix-caching", OFF, AT(disable_prefix_caching), NULL,
      "reuse the KV blocks of earlier prompts; this is the default"},
     {"no-enable-prefix-caching", ON, AT(disable_prefix_caching), NULL, "compute every prompt anew"},
@@ -76,6 +77,9 @@ static const struct flag flags[] = {
      "default coupled"},
     {"device", CHOICE, AT(device), "auto|cpu|cuda",
      "auto takes a CUDA device where this build and machine have one; default auto"},
+    {"deterministic", ON, AT(deterministic), NULL,
+     "on CUDA: a request's answer is the same bits in any batch (on the CPU it always is), at the price of slower kernels"},
+    {"enforce-eager", ON, AT(enforce_eager), NULL, "on CUDA: launch each kernel by itself, without CUDA graphs"},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
     {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512|amx", "instruction set of the CPU kernels; default auto"},
     {"cpu-arithmetic", CHOICE, AT(cpu_arithmetic), "auto|int8|int16",

@@ -20,7 +20,7 @@ struct options {
     uint32_t max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_kv_blocks, max_waiting;
     uint64_t kv_cache_memory;      /* bytes; 0 = not given */
     double gpu_memory_utilization; /* 0 = not given */
-    bool disable_prefix_caching, disable_chunked_prefill;
+    bool disable_prefix_caching, disable_chunked_prefill, deterministic, enforce_eager;
     const char *warm;              /* NULL = none */
     const char *scheduling_policy; /* "fcfs", "priority" */
     const char *speculative_model; /* "ngram", a GGUF file, or NULL: no drafts */

@@ -8,6 +8,8 @@
  *
  * Row-invariance: row i of every result is the same, bit for bit, whatever the other rows, n, the block tables' placement and the
  * thread count are. A kernel may be chosen by n only among kernels with equal bits.
+ * The CUDA backend keeps this rule with `deterministic`; without it the number of rows also chooses among kernels that add in
+ * another order, and how decode attention is split depends on the batch.
  */
 #pragma once
 #include <stdbool.h>
@@ -27,6 +29,8 @@ struct backend_options {
     uint32_t max_seqs;
     uint32_t max_outputs;
     const char *arithmetic; /* "auto", or how quantized weights are multiplied: see matmul; NULL = auto */
+    bool deterministic;     /* CUDA: row-invariance, see above */
+    bool eager;             /* CUDA: no graphs */
 };
 
 /* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend. */
@@ -140,6 +144,8 @@ struct backend_ops {
     const float *(*host)(struct backend *backend, const struct tensor *tensor);
     /* Sum over the devices of a tensor-parallel group; NULL where there is one device. */
     void (*all_reduce)(struct backend *backend, uint32_t n, struct tensor *x);
+    /* Bytes of the device's own memory, what is free of it to *free_bytes; NULL where the device works in host memory. */
+    uint64_t (*memory)(const struct backend *backend, uint64_t *free_bytes);
 };
 
 struct backend {

@@ -2,6 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/backend/backend.h"
+#include "gpu-worker/backend/cuda_plugin.h"
+#include "gpu-worker/log.h"
 #include "gpu-worker/model/family.h"
 #include "gpu-worker/model/loader.h"
 
@@ -26,14 +28,31 @@ static int open_backend(struct model *model, struct kvg_error *err)
                                       .threads = model->options.threads,
                                       .max_rows = model->options.max_rows,
                                       .max_seqs = model->options.max_seqs,
-                                      .max_outputs = model->options.max_outputs};
-    if (strcmp(device, "cuda") == 0)
-        return kvg_fail(err, KVG_UNSUPPORTED, "--device cuda: this build has no CUDA backend");
-    if (strcmp(device, "auto") != 0 && strcmp(device, "cpu") != 0)
+                                      .max_outputs = model->options.max_outputs,
+                                      .deterministic = model->options.deterministic,
+                                      .eager = model->options.enforce_eager};
+    if (strcmp(device, "auto") != 0 && strcmp(device, "cpu") != 0 && strcmp(device, "cuda") != 0)
         return kvg_fail(err, KVG_INVALID, "unknown --device \"%s\" (auto, cpu, cuda)", device);
+    int failed = KVG_UNSUPPORTED;
+    struct kvg_error why = {0};
+    if (strcmp(device, "cpu") != 0) {
+        failed = cuda_backend_open(&model->backend, &options, &why);
+        if (failed && err)
+            *err = why;
+        if (failed && (failed != KVG_UNSUPPORTED || strcmp(device, "cuda") == 0))
+            return failed;
+        if (failed)
+            log_info("--device auto: running on the CPU; %s", why.message);
+    }
+    return failed ? cpu_backend_open(&model->backend, &options, err) : 0;
+}
+
+/* The backend, and how it keeps keys and values. */
+static int open_device(struct model *model, struct kvg_error *err)
+{
     int failed = backend_kv_dtype(model->options.kv_cache_dtype, &model->kv.dtype, err);
     if (!failed)
-        failed = cpu_backend_open(&model->backend, &options, err);
+        failed = open_backend(model, err);
     if (!failed && model->kv.dtype == KV_AUTO)
         model->kv.dtype = model->backend->kv_auto;
     return failed;
@@ -101,7 +120,7 @@ int model_open(struct model **out, const struct model_options *options, struct k
     model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
     if (!model->seqs)
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
-    else if (!(failed = kvg_gguf_open(&model->gguf, options->path, err)) && !(failed = open_backend(model, err)))
+    else if (!(failed = kvg_gguf_open(&model->gguf, options->path, err)) && !(failed = open_device(model, err)))
         failed = load_weights(model, err);
     if (failed) {
         model_close(model);
@@ -136,6 +155,13 @@ size_t model_kv_block_bytes(const struct model *model, uint32_t block_size)
     struct backend_kv kv = model->kv;
     kv.block_size = block_size;
     return model->backend->ops->kv_block_bytes(model->backend, &kv);
+}
+
+uint64_t model_device_memory(const struct model *model, uint64_t *free_bytes)
+{
+    const struct backend_ops *ops = model->backend->ops;
+    *free_bytes = 0;
+    return ops->memory ? ops->memory(model->backend, free_bytes) : 0;
 }
 
 int model_kv_alloc(struct model *model, uint32_t n_blocks, uint32_t block_size, struct kvg_error *err)

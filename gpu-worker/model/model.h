@@ -31,6 +31,8 @@ struct model_options {
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */
     uint32_t max_outputs;                          /* most output rows in one batch */
+    bool deterministic;                            /* CUDA: row-invariance, at a price */
+    bool enforce_eager;                            /* CUDA: no graphs */
     uint32_t scored;                               /* ids that a brief batch scores; 0 = there are no brief ones */
     void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
     void *context;
@@ -52,6 +54,8 @@ const struct model_info *model_info(const struct model *model);
 
 /* KV pool: n_blocks blocks of block_size tokens, all layers. Allocated once, before the first forward. */
 size_t model_kv_block_bytes(const struct model *model, uint32_t block_size);
+/* Bytes of the device's own memory, and what is free of it; 0 on the CPU. */
+uint64_t model_device_memory(const struct model *model, uint64_t *free_bytes);
 int model_kv_alloc(struct model *model, uint32_t n_blocks, uint32_t block_size, struct kvg_error *err);
 
 struct model_seq {

@@ -7,6 +7,8 @@
  *
  *   logits MODEL IDS - OUT SEQ_LEN N [isa] [threads]
  *
+ * isa "cuda": on the CUDA backend.
+ *
  * Greedy: continues each sequence by N tokens. OUT: u32 [sequences][N] ids, then f32 [sequences][N] margins to the second best
  * logit.
  */
@@ -120,12 +122,14 @@ int main(int argc, char **argv)
 {
     struct kvg_error err;
     struct run run = {0};
+    bool cuda = argc > 7 && strcmp(argv[7], "cuda") == 0;
     if (argc < 7)
         fail("usage", "logits MODEL IDS PICKS|- OUT SEQ_LEN FIRST|N [isa] [threads] [chunk] [kv dtype]");
     uint32_t length = (uint32_t)atoi(argv[5]), first = (uint32_t)atoi(argv[6]),
              chunk = argc > 9 ? (uint32_t)atoi(argv[9]) : CHUNK;
     struct model_options options = {.path = argv[1],
-                                    .cpu_isa = argc > 7 ? argv[7] : "auto",
+                                    .device = cuda ? "cuda" : "cpu",
+                                    .cpu_isa = argc > 7 && !cuda ? argv[7] : "auto",
                                     .kv_cache_dtype = argc > 10 ? argv[10] : NULL,
                                     .threads = argc > 8 ? (uint32_t)atoi(argv[8]) : 0,
                                     .max_rows = CHUNK,

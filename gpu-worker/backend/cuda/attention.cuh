@@ -1,0 +1,353 @@
+/* Paged attention. Keys and values are read through the block table; scores are in log2 units.
+ *
+ * Sequences with one row (decode): attention_decode_kernel, its keys cut into splits of split_keys, whose parts
+ * attention_combine_kernel puts together. A token's key or value takes LANES neighbouring lanes with 16 bytes each; each such
+ * lane group walks every (32 / LANES x warps)-th token with a softmax state of its own, all are merged at the end.
+ *
+ * Sequences with more rows, and all in deterministic mode: attention_tile_kernel, after FlashAttention-2 (Dao, 2023), on tensor
+ * cores. A tile is 64 (row, head of the group) pairs of one kv head, row by row, so that keys are read once for the group; keys
+ * come in tiles at fixed positions, so the result of a row does not depend on its company. Queries and probabilities are rounded
+ * to bf16.
+ */
+#pragma once
+#include "gpu-worker/backend/cuda/forms.cuh"
+
+static constexpr int DECODE_WARPS = 4, TILE_ROWS = 64, TILE_THREADS = 128;
+#define NO_SCORE (-1e30f)
+
+struct attention_args {
+    const float *q;
+    float *out;
+    uint32_t cols; /* n_heads * head_dim */
+    float scale;   /* times log2(e) */
+};
+
+__device__ __forceinline__ size_t kv_offset(const struct kv_view &kv, const uint32_t *table, uint32_t kv_head, uint32_t position)
+{
+    uint32_t block = table[position >> kv.block_shift], slot = position & (kv.block_size - 1);
+    return block * kv.block_values + ((size_t)kv_head * kv.block_size + slot) * kv.head_dim;
+}
+
+__device__ __forceinline__ void unpack_bf16(uint4 raw, float out[8])
+{
+    const uint32_t u[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = bf16_low(u[i]);
+        out[2 * i + 1] = bf16_high(u[i]);
+    }
+}
+
+/* ---- decode ---- */
+
+/* One query head's running softmax over the tokens a lane group has seen, 8 dimensions a lane. */
+struct softmax_state {
+    float m, l, o[8];
+};
+
+__device__ __forceinline__ void softmax_merge(struct softmax_state *a, float m, float l, const float o[8])
+{
+    float most = fmaxf(a->m, m), fa = exp2f(a->m - most), fb = exp2f(m - most);
+    a->m = most;
+    a->l = a->l * fa + l * fb;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        a->o[i] = a->o[i] * fa + o[i] * fb;
+}
+
+/* G: heads of a group that one block takes; D: head_dim rounded up to 64, 128 or 256.
+ * grid (kv heads x ceil(group / G), splits, items) */
+template <int G, int D>
+__global__ void __launch_bounds__(DECODE_WARPS *WARP)
+    attention_decode_kernel(struct attention_args args, struct kv_view kv, struct step_view step, struct attention_parts parts)
+{
+    constexpr uint32_t LANES = D / 8, TOKENS = WARP / LANES, STRIDE = DECODE_WARPS * TOKENS;
+    CU_SHARED(float[DECODE_WARPS][G][D], shared_o);
+    CU_SHARED(float2[DECODE_WARPS][G], shared_ml);
+    const struct attention_item item = step.decodes[blockIdx.z];
+    if (item.seq == NO_SEQ)
+        return;
+    const struct seq_state seq = step.seqs[item.seq];
+    uint32_t group = kv.n_heads / kv.n_kv_heads, chunks = (group + G - 1) / G;
+    uint32_t kv_head = blockIdx.x / chunks, head0 = kv_head * group + blockIdx.x % chunks * G;
+    uint32_t heads = min((uint32_t)G, (kv_head + 1) * group - head0);
+    uint32_t keys = seq.n_past + 1, split_keys = step.split_keys[0], first = blockIdx.y * split_keys;
+    uint32_t end = min(keys, first + split_keys), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (first >= keys)
+        return;
+    uint32_t token = lane / LANES, d = lane % LANES * 8;
+    bool inside = d < kv.head_dim;
+    const uint32_t *table = step.tables + seq.table;
+    float q[G][8];
+    struct softmax_state state[G];
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        state[g].m = NO_SCORE;
+        state[g].l = 0;
+        const float *head =
+            args.q + (size_t)seq.first_row * args.cols + (head0 + ((uint32_t)g < heads ? g : 0)) * kv.head_dim + d;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            q[g][i] = inside ? head[i] * args.scale : 0.0f;
+            state[g].o[i] = 0;
+        }
+    }
+    for (uint32_t t = first + warp * TOKENS; t < end; t += STRIDE) {
+        bool valid = t + token < end;
+        size_t at = kv_offset(kv, table, kv_head, valid ? t + token : t) + d;
+        float k[8] = {}, v[8] = {};
+        if (inside) {
+            unpack_bf16(ld128(kv.k + at), k);
+            unpack_bf16(ld128(kv.v + at), v);
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            if ((uint32_t)g >= heads)
+                break;
+            float score = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                score = fmaf(q[g][i], k[i], score);
+#pragma unroll
+            for (uint32_t step = LANES / 2; step; step /= 2)
+                score += __shfl_xor_sync(FULL_WARP, score, step);
+            if (valid)
+                softmax_merge(&state[g], score, 1.0f, v);
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (uint32_t step = LANES; step < WARP; step *= 2) {
+            float m = __shfl_xor_sync(FULL_WARP, state[g].m, step), l = __shfl_xor_sync(FULL_WARP, state[g].l, step), o[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                o[i] = __shfl_xor_sync(FULL_WARP, state[g].o[i], step);
+            softmax_merge(&state[g], m, l, o);
+        }
+        if (token == 0) {
+            stf4(&shared_o[warp][g][d], make_float4(state[g].o[0], state[g].o[1], state[g].o[2], state[g].o[3]));
+            stf4(&shared_o[warp][g][d + 4], make_float4(state[g].o[4], state[g].o[5], state[g].o[6], state[g].o[7]));
+            if (d == 0)
+                st64(&shared_ml[warp][g], make_uint2(__float_as_uint(state[g].m), __float_as_uint(state[g].l)));
+        }
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < heads * kv.head_dim; i += DECODE_WARPS * WARP) {
+        uint32_t g = i / kv.head_dim, c = i % kv.head_dim;
+        float m = NO_SCORE, l = 0, o = 0;
+#pragma unroll
+        for (int w = 0; w < DECODE_WARPS; w++)
+            m = fmaxf(m, shared_ml[w][g].x);
+#pragma unroll
+        for (int w = 0; w < DECODE_WARPS; w++) {
+            float f = exp2f(shared_ml[w][g].x - m);
+            l = fmaf(shared_ml[w][g].y, f, l);
+            o = fmaf(shared_o[w][g][c], f, o);
+        }
+        size_t at = ((size_t)blockIdx.z * kv.n_heads + head0 + g) * parts.splits + blockIdx.y;
+        parts.o[at * kv.head_dim + c] = o;
+        if (c == 0)
+            st64(&parts.ml[at], make_uint2(__float_as_uint(m), __float_as_uint(l)));
+    }
+}
+
+/* One block an item; an item of padding, which is the row of its index, becomes zeros. Dynamic shared memory: n_heads x splits
+ * floats. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    attention_combine_kernel(struct attention_args args, struct kv_view kv, struct step_view step, struct attention_parts parts,
+                             struct act_forms forms)
+{
+    CU_DYN_SMEM(float, weights);
+    const struct attention_item item = step.decodes[blockIdx.x];
+    if (item.seq == NO_SEQ) {
+        for_columns(blockIdx.x, args.cols, args.out + (size_t)blockIdx.x * args.cols, forms, [](uint32_t) { return 0.0f; });
+        return;
+    }
+    const struct seq_state seq = step.seqs[item.seq];
+    uint32_t n = (seq.n_past + step.split_keys[0]) / step.split_keys[0];
+    for (uint32_t h = threadIdx.x; h < kv.n_heads; h += ROW_THREADS) {
+        const float2 *ml = parts.ml + ((size_t)blockIdx.x * kv.n_heads + h) * parts.splits;
+        float m = NO_SCORE, l = 0;
+        for (uint32_t s = 0; s < n; s++)
+            m = fmaxf(m, ml[s].x);
+        for (uint32_t s = 0; s < n; s++)
+            l = fmaf(ml[s].y, exp2f(ml[s].x - m), l);
+        for (uint32_t s = 0; s < n; s++)
+            weights[h * parts.splits + s] = exp2f(ml[s].x - m) / l;
+    }
+    __syncthreads();
+    const float *o = parts.o + (size_t)blockIdx.x * kv.n_heads * parts.splits * kv.head_dim;
+    for_columns(seq.first_row, args.cols, args.out + (size_t)seq.first_row * args.cols, forms, [&](uint32_t c) {
+        uint32_t at = c / kv.head_dim * parts.splits;
+        float sum = 0;
+        for (uint32_t s = 0; s < n; s++)
+            sum = fmaf(o[(size_t)(at + s) * kv.head_dim + c % kv.head_dim], weights[at + s], sum);
+        return sum;
+    });
+}
+
+/* ---- tiles ---- */
+
+template <int D>
+struct tile_shared {
+    static constexpr int KEYS = D > 128 ? 32 : 64, LD = D + 8; /* 16 bytes of padding: ldmatrix meets no bank twice */
+    uint16_t q[TILE_ROWS][LD], k[2][KEYS][LD], v[2][KEYS][LD];
+};
+
+/* Keys and values of one tile of positions; what lies past `end` or head_dim is zero. */
+template <int D>
+__device__ __forceinline__ void load_keys(struct tile_shared<D> &shared, int stage, const struct kv_view &kv,
+                                          const uint32_t *table, uint32_t kv_head, uint32_t first, uint32_t end)
+{
+    for (uint32_t i = threadIdx.x; i < shared.KEYS * D / 8; i += TILE_THREADS) {
+        uint32_t r = i / (D / 8), c = i % (D / 8) * 8;
+        bool ok = first + r < end && c < kv.head_dim;
+        size_t at = ok ? kv_offset(kv, table, kv_head, first + r) + c : 0;
+        cp_async<16>(&shared.k[stage][r][c], kv.k + at, ok);
+        cp_async<16>(&shared.v[stage][r][c], kv.v + at, ok);
+    }
+    cp_async_commit();
+}
+
+/* s[n][..] = q k^T for 16 query rows of the warp and all keys of the stage. */
+template <int D>
+__device__ __forceinline__ void tile_scores(const struct tile_shared<D> &shared, int stage, float s[][4])
+{
+    uint32_t lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t q[4];
+        ldmatrix_x4(q, &shared.q[row][k + lane / 16 * 8]);
+#pragma unroll
+        for (int n = 0; n < shared.KEYS / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4(b, &shared.k[stage][n * 16 + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
+            const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+            mma_bf16_16816(s[2 * n], q, b0);
+            mma_bf16_16816(s[2 * n + 1], q, b1);
+        }
+    }
+}
+
+/* o += p v */
+template <int D>
+__device__ __forceinline__ void tile_values(const struct tile_shared<D> &shared, int stage, const float p[][4], float o[][4])
+{
+    uint32_t lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int k = 0; k < shared.KEYS / 16; k++) { /* the layout of sums is that of the operand */
+        const uint32_t a[4] = {bf16_pair(p[2 * k][0], p[2 * k][1]), bf16_pair(p[2 * k][2], p[2 * k][3]),
+                               bf16_pair(p[2 * k + 1][0], p[2 * k + 1][1]), bf16_pair(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, &shared.v[stage][k * 16 + lane % 16][n * 16 + lane / 16 * 8]);
+            const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+            mma_bf16_16816(o[2 * n], a, b0);
+            mma_bf16_16816(o[2 * n + 1], a, b1);
+        }
+    }
+}
+
+/* Scores of row r (0: lane / 4, 1: lane / 4 + 8) become weights; older sums are scaled down to the new maximum. */
+template <int KEYS, int D>
+__device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, uint32_t first, uint32_t last, float scale,
+                                             float *m, float *l)
+{
+    uint32_t lane = threadIdx.x % WARP;
+    float most = *m;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; e++) {
+            uint32_t key = first + n * 8 + lane % 4 * 2 + e % 2;
+            s[n][e] = key <= last ? s[n][e] * scale : NO_SCORE;
+            most = fmaxf(most, s[n][e]);
+        }
+    most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
+    float f = exp2f(*m - most);
+    *m = most;
+    *l *= f;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        o[n][2 * r] *= f;
+        o[n][2 * r + 1] *= f;
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; e++) {
+            s[n][e] = s[n][e] > NO_SCORE / 2 ? exp2f(s[n][e] - most) : 0.0f;
+            *l += s[n][e];
+        }
+}
+
+/* D: head_dim rounded up to 64, 128 or 256. grid (kv heads, items) */
+template <int D>
+__global__ void __launch_bounds__(TILE_THREADS)
+    attention_tile_kernel(struct attention_args args, struct kv_view kv, struct step_view step)
+{
+    constexpr int KEYS = tile_shared<D>::KEYS;
+    CU_DYN_SMEM(uint4, memory);
+    struct tile_shared<D> &shared = *(struct tile_shared<D> *)memory;
+    const struct attention_item item = step.tiles[blockIdx.y];
+    if (item.seq == NO_SEQ)
+        return;
+    const struct seq_state seq = step.seqs[item.seq];
+    uint32_t group = kv.n_heads / kv.n_kv_heads, pairs = seq.n_rows * group, first_pair = item.tile * TILE_ROWS;
+    uint32_t last_pair = min(pairs, first_pair + TILE_ROWS) - 1, end = seq.n_past + last_pair / group + 1;
+    const uint32_t *table = step.tables + seq.table;
+    uint32_t lane = threadIdx.x % WARP, row0 = threadIdx.x / WARP * 16 + lane / 4;
+
+    load_keys<D>(shared, 0, kv, table, blockIdx.x, 0, end);
+    for (uint32_t i = threadIdx.x; i < TILE_ROWS * D / 2; i += TILE_THREADS) {
+        uint32_t r = i / (D / 2), c = i % (D / 2) * 2, pair = first_pair + r;
+        uint32_t both = 0;
+        if (pair < pairs && c < kv.head_dim) {
+            const float *q = args.q + (size_t)(seq.first_row + pair / group) * args.cols +
+                             (blockIdx.x * group + pair % group) * kv.head_dim + c;
+            both = bf16_pair(q[0], q[1]);
+        }
+        *(uint32_t *)&shared.q[r][c] = both;
+    }
+    float o[D / 8][4] = {}, m[2] = {NO_SCORE, NO_SCORE}, l[2] = {0, 0};
+    uint32_t last[2];
+    for (int r = 0; r < 2; r++)
+        last[r] = seq.n_past + min(first_pair + row0 + 8 * r, last_pair) / group;
+    for (uint32_t first = 0, stage = 0; first < end; first += KEYS, stage ^= 1) {
+        if (first + KEYS < end) {
+            load_keys<D>(shared, stage ^ 1, kv, table, blockIdx.x, first + KEYS, end);
+            cp_async_wait<1>();
+        } else {
+            cp_async_wait<0>();
+        }
+        __syncthreads();
+        float s[KEYS / 8][4] = {};
+        tile_scores<D>(shared, stage, s);
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            tile_softmax<KEYS, D>(s, o, r, first, last[r], args.scale, &m[r], &l[r]);
+        tile_values<D>(shared, stage, s, o);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        uint32_t pair = first_pair + row0 + 8 * r;
+        l[r] += __shfl_xor_sync(FULL_WARP, l[r], 1);
+        l[r] += __shfl_xor_sync(FULL_WARP, l[r], 2);
+        if (pair > last_pair)
+            continue;
+        float *out =
+            args.out + (size_t)(seq.first_row + pair / group) * args.cols + (blockIdx.x * group + pair % group) * kv.head_dim;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+            uint32_t c = n * 8 + lane % 4 * 2;
+            if (c < kv.head_dim) {
+                out[c] = o[n][2 * r] / l[r];
+                out[c + 1] = o[n][2 * r + 1] / l[r];
+            }
+        }
+    }
+}

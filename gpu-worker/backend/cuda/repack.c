@@ -1,0 +1,144 @@
+/* From a model file's blocks to the planes of layout.h. */
+#include <stdlib.h>
+#include <string.h>
+#include "gpu-worker/backend/cuda/cuda_internal.h"
+
+enum { PLANE_ALIGN = 256 };
+
+static size_t plane(size_t *end, size_t bytes)
+{
+    size_t at = *end;
+    *end = (at + bytes + PLANE_ALIGN - 1) / PLANE_ALIGN * PLANE_ALIGN;
+    return at;
+}
+
+/* MATRIX_KINDS where no layout fits. */
+static enum matrix_kind kind_of(const struct quant_format *format)
+{
+    enum { F32 = 0, F16 = 1 }; /* GGUF type ids */
+    uint32_t bits = format->bits;
+    switch (format->scales) {
+    case QUANT_FLOAT:
+        return format->ggml_type == F32 ? MATRIX_F32 : format->ggml_type == F16 ? MATRIX_F16 : MATRIX_BF16;
+    case QUANT_SCALE:
+        return bits == 4 ? MATRIX_SCALE_4 : bits == 5 ? MATRIX_SCALE_5 : bits == 8 ? MATRIX_SCALE_8 : MATRIX_KINDS;
+    case QUANT_SCALE_MIN:
+        return bits == 4 ? MATRIX_MIN_4 : bits == 5 ? MATRIX_MIN_5 : MATRIX_KINDS;
+    case QUANT_SUPER_MIN:
+        return bits == 4 ? MATRIX_SUPER_MIN_4 : bits == 5 ? MATRIX_SUPER_MIN_5 : MATRIX_KINDS;
+    default:
+        return bits == 6 ? MATRIX_SUPER16_6 : MATRIX_KINDS;
+    }
+}
+
+static uint32_t high_bytes(uint32_t bits)
+{
+    return bits == 8 ? 16 : bits == 6 ? 8 : bits == 5 ? 4 : 0;
+}
+
+/* Bytes of a group's scales, and of a row's super scales per 8 groups. */
+static uint32_t scale_bytes(enum quant_scales scales)
+{
+    return scales == QUANT_SCALE_MIN ? 4 : 2;
+}
+static uint32_t super_bytes(enum quant_scales scales)
+{
+    return scales == QUANT_SUPER_MIN ? 4 : scales == QUANT_SUPER_16 ? 2 : 0;
+}
+
+static void pack_codes(const struct quant_group *group, uint32_t bits, uint8_t *codes, uint8_t *high)
+{
+    for (int i = 0; i < 16; i++) {
+        if (bits == 8) {
+            codes[i] = (uint8_t)(group->q[i] - 128);
+            high[i] = (uint8_t)(group->q[16 + i] - 128);
+        } else {
+            codes[i] = (uint8_t)((group->q[i] & 15) | group->q[16 + i] << 4);
+        }
+    }
+    if (bits == 8 || bits == 4)
+        return;
+    memset(high, 0, high_bytes(bits));
+    for (int i = 0; i < 16; i++) { /* value i is byte i % 4 of word i / 4 */
+        if (bits == 5)
+            high[i % 4] |= (uint8_t)((group->q[i] >> 4 & 1) << i / 4 | (group->q[16 + i] >> 4 & 1) << (4 + i / 4));
+        if (bits == 6) {
+            high[i % 4] |= (uint8_t)((group->q[i] >> 4 & 3) << 2 * (i / 4));
+            high[4 + i % 4] |= (uint8_t)((group->q[16 + i] >> 4 & 3) << 2 * (i / 4));
+        }
+    }
+}
+
+static void pack_scales(const struct quant_group *group, enum quant_scales scales, uint8_t *out, uint8_t *super)
+{
+    if (scales == QUANT_SCALE || scales == QUANT_SCALE_MIN) {
+        memcpy(out, &group->d, 2);
+        if (scales == QUANT_SCALE_MIN)
+            memcpy(out + 2, &group->m, 2);
+        return;
+    }
+    out[0] = (uint8_t)group->sc[0];
+    out[1] = scales == QUANT_SUPER_MIN ? group->mn : (uint8_t)group->sc[1];
+    memcpy(super, &group->d, 2);
+    if (scales == QUANT_SUPER_MIN)
+        memcpy(super + 2, &group->m, 2);
+}
+
+static void pack_quant(const struct repacked *out, const struct backend_weight *weight)
+{
+    const struct quant_format *format = weight->format;
+    const struct matrix *m = &out->matrix;
+    size_t row_bytes = quant_row_bytes(format, weight->cols), groups = m->ld;
+    uint32_t bits = format->bits, high = high_bytes(bits), scale = scale_bytes(format->scales),
+             super = super_bytes(format->scales);
+    struct quant_group group;
+    for (size_t row = 0; row < weight->rows; row++) {
+        for (size_t g = 0; g < groups; g++) {
+            size_t at = row * groups + g;
+            quant_unpack(format, (const uint8_t *)weight->data + row * row_bytes, g, &group);
+            pack_codes(&group, bits, out->data + (size_t)m->codes + at * 16, out->data + (size_t)m->high + at * high);
+            pack_scales(&group, format->scales, out->data + (size_t)m->scales + at * scale,
+                        out->data + (size_t)m->supers + (row * (groups / QUANT_SUPER_GROUPS) + g / QUANT_SUPER_GROUPS) * super);
+        }
+    }
+}
+
+static void pack_floats(const struct repacked *out, const struct backend_weight *weight)
+{
+    size_t from = (size_t)weight->cols * weight->format->block_bytes, to = (size_t)out->matrix.ld * weight->format->block_bytes;
+    for (size_t row = 0; row < weight->rows; row++)
+        memcpy(out->data + row * to, (const uint8_t *)weight->data + row * from, from);
+}
+
+int repack(struct repacked *out, const struct backend_weight *weight, struct kvg_error *err)
+{
+    const struct quant_format *format = weight->format;
+    struct matrix *m = &out->matrix;
+    size_t bytes = 0, groups = (size_t)weight->rows * (weight->cols / QUANT_GROUP);
+    memset(out, 0, sizeof *out);
+    m->kind = kind_of(format);
+    m->rows = weight->rows;
+    m->cols = weight->cols;
+    if (m->kind == MATRIX_KINDS)
+        return kvg_fail(err, KVG_UNSUPPORTED, "the CUDA backend has no layout for %s", format->name);
+    if (quant_row_bytes(format, weight->cols) == 0)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols, format->name,
+                        format->block_values);
+    if (format->scales == QUANT_FLOAT) {
+        m->ld = (weight->cols + FLOAT_ALIGN - 1) / FLOAT_ALIGN * FLOAT_ALIGN;
+        bytes = (size_t)m->ld * weight->rows * format->block_bytes;
+    } else {
+        m->ld = weight->cols / QUANT_GROUP;
+        m->codes = (const uint8_t *)plane(&bytes, groups * 16);
+        m->high = (const uint8_t *)plane(&bytes, groups * high_bytes(format->bits));
+        m->scales = (const uint8_t *)plane(&bytes, groups * scale_bytes(format->scales));
+        m->supers = (const uint8_t *)plane(&bytes, groups / QUANT_SUPER_GROUPS * super_bytes(format->scales));
+    }
+    out->bytes = bytes;
+    out->data = calloc(1, bytes);
+    if (!out->data)
+        return kvg_fail(err, KVG_NOMEM, "no memory to repack %u x %u %s weights (%zu bytes)", weight->rows, weight->cols,
+                        format->name, bytes);
+    (format->scales == QUANT_FLOAT ? pack_floats : pack_quant)(out, weight);
+    return 0;
+}

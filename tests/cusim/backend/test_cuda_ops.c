@@ -1,0 +1,341 @@
+/* Every op of the CUDA backend but sampling, against the CPU's: backend x format x shape. */
+#include "tests/cusim/backend/twin.h"
+
+enum { MOST = 192 * 768 };
+static float values[MOST], other[MOST], got[MOST], wanted[MOST];
+
+/* ---- products ---- */
+
+struct product_case {
+    const struct quant_format *format;
+    const uint8_t *rows[2];
+    uint32_t n_rows[2], cols, n;
+    bool accumulate, bias, deterministic;
+};
+
+/* One backend with two matrices; x is `values`, what the products are added to and the biases are `other`. */
+struct product_world {
+    struct backend *b;
+    struct tensor *table, *x, *before[2], *weights[2], *biases[2], *outs[2];
+};
+
+static void open_products(struct product_world *world, bool cuda, const struct product_case *c)
+{
+    struct backend *b = world->b = open_twin(cuda, c->deterministic);
+    world->table = new_table(b, values, TWIN_ROWS, c->cols);
+    world->x = new_activation(b, TWIN_ROWS, c->cols);
+    for (int i = 0; i < 2; i++) {
+        world->weights[i] = new_weight(b, c->format, c->rows[i], c->n_rows[i], c->cols, WEIGHT_MATMUL);
+        world->outs[i] = new_activation(b, TWIN_ROWS, c->n_rows[i]);
+        world->biases[i] = new_weight(b, &quant_f32, other, 1, c->n_rows[i], WEIGHT_VECTOR);
+        world->before[i] = new_table(b, other, TWIN_ROWS, c->n_rows[i]);
+    }
+    new_pool(b, 1, 1, 16, 16);
+}
+
+/* x W0^T and x W1^T into out[n][n_rows0] and behind it [n][n_rows1]. */
+static void multiply(const struct product_world *world, const struct product_case *c, float *out)
+{
+    struct backend *b = world->b;
+    struct backend_matmul args = {.count = 2, .accumulate = c->accumulate};
+    begin_rows(b, c->n);
+    b->ops->embed(b, world->table, world->x);
+    for (int i = 0; i < 2; i++) {
+        args.weights[i] = world->weights[i];
+        args.outs[i] = world->outs[i];
+        args.biases[i] = c->bias ? world->biases[i] : NULL;
+        b->ops->embed(b, world->before[i], world->outs[i]);
+    }
+    b->ops->matmul(b, c->n, world->x, &args);
+    end_rows(b);
+    for (int i = 0; i < 2; i++) {
+        memcpy(out, b->ops->host(b, world->outs[i]), (size_t)c->n * c->n_rows[i] * sizeof *out);
+        out += (size_t)c->n * c->n_rows[i];
+    }
+}
+
+/* Rounding x to bf16 moves each term by at most 2^-9 of itself (f16: 2^-12), the weights are exact. */
+static double rounding_bound(const struct product_case *c, double share)
+{
+    double most = 0;
+    static float w[768];
+    for (int i = 0; i < 2; i++)
+        for (uint32_t r = 0; r < c->n_rows[i]; r += 5) {
+            quant_decode(c->format, c->rows[i] + r * quant_row_bytes(c->format, c->cols), w, c->cols);
+            double terms = 0;
+            for (uint32_t k = 0; k < c->cols; k++)
+                terms += fabs((double)w[k]);
+            most = fmax(most, terms);
+        }
+    return most * share * 8; /* |x| <= 8 */
+}
+
+static void check_product(const struct product_world worlds[2], const struct product_case *c)
+{
+    size_t n = (size_t)c->n * (c->n_rows[0] + c->n_rows[1]);
+    char what[100];
+    snprintf(what, sizeof what, "%s, %u rows of %u%s", c->format->name, c->n, c->cols, c->deterministic ? ", deterministic" : "");
+    multiply(&worlds[0], c, wanted);
+    multiply(&worlds[1], c, got);
+    bool tiled = c->n > 8 || c->deterministic, quantized = c->format->scales != QUANT_FLOAT;
+    double share = quantized || !tiled || c->format == &quant_f32 ? 1e-6 : c->format == &quant_f16 ? 0x1p-12 : 0x1p-9;
+    if (quantized && tiled)
+        assert_memory_equal(got, wanted, n * sizeof *got); /* the same operations in the same order */
+    assert_near(what, got, wanted, n, 2e-6, rounding_bound(c, share));
+}
+
+static void check_widths(struct product_case *c)
+{
+    static const uint32_t counts[] = {1, 2, 3, 8, 9, 16, 17, 130};
+    for (int deterministic = 0; deterministic < 2; deterministic++) {
+        struct product_world worlds[2];
+        c->deterministic = deterministic;
+        for (int cuda = 0; cuda < 2; cuda++)
+            open_products(&worlds[cuda], cuda, c);
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i += 1 + 2 * (size_t)deterministic) {
+            c->n = counts[i];
+            c->bias = i % 2 == 0;
+            c->accumulate = i % 3 == 0;
+            check_product(worlds, c);
+        }
+        for (int cuda = 0; cuda < 2; cuda++)
+            close_twin(worlds[cuda].b);
+    }
+}
+
+static void test_products_of_every_format_at_every_width(void **unused)
+{
+    random_floats(values, MOST);
+    random_floats(other, MOST);
+    for (size_t i = 0; i < MOST; i += 37)
+        values[i] *= 8;
+    for (size_t f = 0; quant_at(f); f++) {
+        const struct quant_format *format = quant_at(f);
+        uint32_t narrow = format->scales == QUANT_FLOAT ? 90 : format->block_values > QUANT_GROUP ? 256 : 96;
+        for (uint32_t cols = narrow; cols; cols = cols == narrow && f % 2 ? 768 : 0) {
+            struct product_case c = {.format = format, .cols = cols, .n_rows = {70, 37}};
+            for (int i = 0; i < 2; i++)
+                c.rows[i] = random_rows(format, c.n_rows[i], cols);
+            check_widths(&c);
+            for (int i = 0; i < 2; i++)
+                free((void *)c.rows[i]);
+        }
+    }
+}
+
+static void test_products_of_mixed_formats_share_their_input(void **unused)
+{
+    enum { COLS = 256, N = 3, ROWS = 20 };
+    const struct quant_format *const formats[4] = {&quant_q4_k, &quant_bf16, &quant_q6_k, &quant_q4_k};
+    uint8_t *rows[4];
+    random_floats(values, N * COLS);
+    for (int i = 0; i < 4; i++)
+        rows[i] = random_rows(formats[i], ROWS, COLS);
+    for (int cuda = 0; cuda < 2; cuda++) {
+        struct backend *b = open_twin(cuda, false);
+        struct tensor *table = new_table(b, values, N, COLS), *x = new_activation(b, TWIN_ROWS, COLS);
+        struct backend_matmul args = {.count = 4};
+        for (int i = 0; i < 4; i++) {
+            args.weights[i] = new_weight(b, formats[i], rows[i], ROWS, COLS, WEIGHT_MATMUL);
+            args.outs[i] = new_activation(b, TWIN_ROWS, ROWS);
+        }
+        new_pool(b, 1, 1, 16, 16);
+        begin_rows(b, N);
+        b->ops->embed(b, table, x);
+        b->ops->matmul(b, N, x, &args);
+        end_rows(b);
+        for (int i = 0; i < 4; i++)
+            memcpy((cuda ? got : wanted) + i * N * ROWS, b->ops->host(b, args.outs[i]), N * ROWS * sizeof(float));
+        close_twin(b);
+    }
+    assert_near("four formats", got, wanted, 4 * N * ROWS, 1e-6, 1e-4);
+    for (int i = 0; i < 4; i++)
+        free(rows[i]);
+}
+
+/* ---- row by row ---- */
+
+static void test_embedding_is_exact_in_every_format(void **unused)
+{
+    enum { ROWS = 7, COLS = 512 };
+    for (size_t f = 0; quant_at(f); f++) {
+        uint8_t *rows = random_rows(quant_at(f), ROWS, COLS);
+        for (int cuda = 0; cuda < 2; cuda++) {
+            struct backend *b = open_twin(cuda, false);
+            struct tensor *table = new_weight(b, quant_at(f), rows, ROWS, COLS, WEIGHT_EMBEDDING);
+            struct tensor *x = new_activation(b, TWIN_ROWS, COLS);
+            new_pool(b, 1, 1, 16, 16);
+            begin_rows(b, ROWS);
+            b->ops->embed(b, table, x);
+            end_rows(b);
+            memcpy(cuda ? got : wanted, b->ops->host(b, x), ROWS * COLS * sizeof(float));
+            close_twin(b);
+        }
+        if (memcmp(got, wanted, ROWS * COLS * sizeof *got))
+            fail_msg("%s: the embedding differs", quant_at(f)->name);
+        free(rows);
+    }
+}
+
+static void test_norm_gate_and_gather(void **unused)
+{
+    enum { ROWS = 5 };
+    static const uint32_t widths[] = {2048, 96, 70};
+    for (size_t w = 0; w < sizeof widths / sizeof *widths; w++) {
+        uint32_t cols = widths[w], n = ROWS * cols;
+        random_floats(values, n);
+        random_floats(other, n);
+        for (int cuda = 0; cuda < 2; cuda++) {
+            struct backend *b = open_twin(cuda, false);
+            float *out = cuda ? got : wanted;
+            struct tensor *table = new_table(b, values, ROWS, cols), *more = new_table(b, other, ROWS, cols);
+            struct tensor *weight = new_weight(b, &quant_f32, other, 1, cols, WEIGHT_VECTOR);
+            struct tensor *x = new_activation(b, TWIN_ROWS, cols), *y = new_activation(b, TWIN_ROWS, cols);
+            struct tensor *normed = new_activation(b, TWIN_ROWS, cols), *picked = new_activation(b, TWIN_ROWS, cols);
+            new_pool(b, 1, 1, 16, 16);
+            begin_rows(b, ROWS);
+            b->ops->embed(b, table, x);
+            b->ops->embed(b, more, y);
+            b->ops->rmsnorm(b, ROWS, x, weight, 1e-5f, normed);
+            b->ops->gather(b, x, picked);
+            b->ops->silu_mul(b, ROWS, x, y);
+            end_rows(b);
+            memcpy(out, b->ops->host(b, normed), n * sizeof *out);
+            memcpy(out + n, b->ops->host(b, x), n * sizeof *out);
+            memcpy(out + 2 * n, b->ops->host(b, picked), n * sizeof *out);
+            close_twin(b);
+        }
+        assert_near("rmsnorm", got, wanted, n, 1e-6, 1e-7);
+        assert_near("silu_mul", got + n, wanted + n, n, 1e-6, 1e-7);
+        assert_memory_equal(got + 2 * n, wanted + 2 * n, n * sizeof *got);
+    }
+}
+
+/* ---- positions and the KV pool ---- */
+
+struct attention_case {
+    uint32_t n_heads, n_kv_heads, head_dim, rotated, block_size;
+    enum rope_style style;
+    bool deterministic;
+};
+
+/* Three sequences over two steps: a prompt of 90, one of 17 and one of 1 token; then one of 1, 3 and 1 tokens. The rows' q, k and
+ * v are the same table everywhere, so keys of different sequences differ by position only where rope turns them. Attended rows of
+ * the second step go to out. */
+static void attend(bool cuda, const struct attention_case *c, float *out, float *turned)
+{
+    enum { FIRST = 108, SECOND = 5 };
+    struct backend *b = open_twin(cuda, c->deterministic);
+    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[FIRST], blocks[3][TWIN_BLOCKS / 3];
+    struct tensor *q_table = new_table(b, values, FIRST, q_cols), *k_table = new_table(b, other, FIRST, kv_cols);
+    struct tensor *v_table = new_table(b, other + FIRST * kv_cols, FIRST, kv_cols);
+    struct tensor *q = new_activation(b, TWIN_ROWS, q_cols), *k = new_activation(b, TWIN_ROWS, kv_cols);
+    struct tensor *v = new_activation(b, TWIN_ROWS, kv_cols), *attended = new_activation(b, TWIN_ROWS, q_cols);
+    struct tensor *angles = new_activation(b, TWIN_ROWS, c->rotated);
+    float frequencies[128];
+    struct kvg_error err;
+    for (uint32_t i = 0; i < c->rotated / 2; i++)
+        frequencies[i] = powf(10000, -2.0f * (float)i / (float)c->rotated);
+    struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
+    new_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size);
+    for (uint32_t i = 0; i < FIRST; i++)
+        ids[i] = (i * 29 + 3) % FIRST;
+    for (uint32_t s = 0; s < 3; s++)
+        for (uint32_t i = 0; i < TWIN_BLOCKS / 3; i++)
+            blocks[s][i] = (i * 23 + s * 7 + 1) % (TWIN_BLOCKS / 3) * 3 + s;
+    for (int step_index = 0; step_index < 2; step_index++) {
+        struct backend_seq first[3] = {{0, 90, 0, blocks[0]}, {90, 17, 0, blocks[1]}, {107, 1, 0, blocks[2]}};
+        struct backend_seq second[3] = {{0, 1, 90, blocks[0]}, {1, 3, 17, blocks[1]}, {4, 1, 1, blocks[2]}};
+        uint32_t n = step_index ? SECOND : FIRST;
+        struct backend_step step = {n, 3, 0, ids, ids, step_index ? second : first};
+        struct backend_rope rope = {1, q, k, v, angles, c->style};
+        struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), q, attended};
+        must(b->ops->begin_step(b, &step, &err), &err);
+        b->ops->embed(b, q_table, q);
+        b->ops->embed(b, k_table, k);
+        b->ops->embed(b, v_table, v);
+        b->ops->angles(b, frequency, angles);
+        b->ops->rope_store(b, &rope);
+        b->ops->attention(b, &attention);
+        end_rows(b);
+        memcpy(out, b->ops->host(b, attended), n * q_cols * sizeof *out);
+        out += n * q_cols;
+    }
+    memcpy(turned, b->ops->host(b, q), SECOND * q_cols * sizeof *turned);
+    memcpy(turned + SECOND * q_cols, b->ops->host(b, k), SECOND * kv_cols * sizeof *turned);
+    close_twin(b);
+}
+
+/* K and V are stored as bf16 (8 bits) here and as f16 on the CPU, tiles also round q and p to bf16: |v| <= 1, and a score moves
+ * by at most 2^-8 sum|q k| / sqrt(d). */
+static void check_attention(const struct attention_case *c)
+{
+    enum { ROWS = 113 };
+    static float turned[2][5 * 2 * 2048];
+    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim;
+    char what[100];
+    snprintf(what, sizeof what, "attention of %u/%u heads of %u%s", c->n_heads, c->n_kv_heads, c->head_dim,
+             c->deterministic ? ", deterministic" : "");
+    random_floats(values, 108 * q_cols);
+    random_floats(other, 2 * 108 * kv_cols);
+    attend(false, c, wanted, turned[0]);
+    attend(true, c, got, turned[1]);
+    assert_near("rotation", turned[1], turned[0], 5 * (q_cols + kv_cols), 2e-7, 1e-7);
+    assert_near(what, got, wanted, ROWS * q_cols, 0, 0.02);
+    double error = 0;
+    for (uint32_t i = 0; i < ROWS * q_cols; i++)
+        error += fabs((double)got[i] - (double)wanted[i]);
+    if (error / (ROWS * q_cols) > 0.002)
+        fail_msg("%s: mean error %g", what, error / (ROWS * q_cols));
+}
+
+static void test_attention_over_blocks(void **unused)
+{
+    static const struct attention_case cases[] = {
+        {4, 4, 64, 64, 16, ROPE_INTERLEAVED, false}, {6, 2, 64, 32, 32, ROPE_HALVES, false},
+        {7, 1, 80, 80, 16, ROPE_HALVES, false},      {2, 1, 128, 128, 16, ROPE_HALVES, false},
+        {4, 1, 256, 64, 16, ROPE_HALVES, false},     {10, 1, 16, 16, 16, ROPE_HALVES, false},
+        {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true}, {6, 2, 64, 64, 16, ROPE_HALVES, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        check_attention(&cases[i]);
+}
+
+/* ---- steps ---- */
+
+static void test_bad_steps_are_refused(void **unused)
+{
+    struct backend *b = open_twin(true, false);
+    struct kvg_error err;
+    uint32_t ids[2] = {0, 0}, blocks[1] = {TWIN_BLOCKS};
+    new_pool(b, 1, 1, 16, 16);
+    struct backend_seq seq = {0, 2, 0, blocks};
+    struct backend_step step = {2, 1, 0, ids, ids, &seq};
+    assert_int_equal(b->ops->begin_step(b, &step, &err), KVG_INVALID);
+    assert_string_equal(err.message, "block 64 of 64 in a block table");
+    step.n_rows = TWIN_ROWS + 1;
+    assert_int_equal(b->ops->begin_step(b, &step, &err), KVG_INVALID);
+    blocks[0] = 0;
+    step.n_rows = 2;
+    seq.first_row = 1;
+    assert_int_equal(b->ops->begin_step(b, &step, &err), KVG_INVALID);
+    seq.first_row = 0;
+    seq.n_rows = 1;
+    assert_int_equal(b->ops->begin_step(b, &step, &err), KVG_INVALID);
+    assert_string_equal(err.message, "the sequences cover 1 of 2 rows");
+    close_twin(b);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_products_of_every_format_at_every_width),
+        cmocka_unit_test(test_products_of_mixed_formats_share_their_input),
+        cmocka_unit_test(test_embedding_is_exact_in_every_format),
+        cmocka_unit_test(test_norm_gate_and_gather),
+        cmocka_unit_test(test_attention_over_blocks),
+        cmocka_unit_test(test_bad_steps_are_refused),
+    };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
