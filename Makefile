@@ -239,6 +239,10 @@ test-long: deps models-all
 smoke: deps models
 	$(MAKE) -j$(JOBS) all
 	$(PYTEST) tests/e2e/test_smoke.py
+# Real workers and Redis killed at random, nginx reloaded, for SECONDS (600): how each request ends.
+soak: deps models
+	$(MAKE) -j$(JOBS) all
+	SOAK_SECONDS=$(if $(filter command environment,$(origin SECONDS)),$(SECONDS),600) $(PYTEST) -s tests/e2e/test_gateway_soak.py
 check-layers:
 	@python3 tests/tools/check_layers.py
 
@@ -324,6 +328,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
+.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

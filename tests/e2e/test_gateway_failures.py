@@ -1,0 +1,249 @@
+"""The failures that an operator meets, on real workers, Redis and nginx: what nginx-module/README.md says of each."""
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import requests
+
+from fake_worker import FakeWorker
+from gateway import ROUTED, Fleet, Gateway, chat
+from stack import Redis, Worker, wait_until
+
+QUICK = {"max_tokens": 2, "temperature": 0}
+SYSTEM = "You are the keeper of a long and careful list of rules. " * 30
+
+
+class Stack:
+    def __init__(self, n=2, **gateway):
+        self.redis = Redis().start()
+        self.workers = [Worker(redis=self.redis, worker_id=f"w{i + 1}", kv_cache_memory="64M").start() for i in range(n)]
+        self.gateway = Gateway(self.redis, servers=[w.gateway_addr for w in self.workers], **gateway).start()
+        self.wait_seen([w.worker_id for w in self.workers])
+
+    def wait_seen(self, names, timeout=20):
+        wait_until(lambda: self.gateway.workers() == names, timeout, f"workers {names} seen")
+
+    def ask(self, question, **members):
+        body = {"model": "smollm2", "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}], **QUICK, **members}
+        return requests.post(self.gateway.url + "/v1/chat/completions", json=body, timeout=120)
+
+    def lease(self, name):
+        return self.redis.client().hget("kvgate:{smollm2}:w:" + name, "lease")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        try:
+            self.gateway.close()
+        finally:
+            for worker in self.workers:
+                worker.close()
+            self.redis.close()
+
+
+def cached(reply):
+    return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def warm(stack):
+    """The worker that holds SYSTEM, and is chosen for it."""
+    stack.ask("first")
+    reply = wait_until(lambda: r if (r := stack.ask("again")).headers["X-Kvgate-Reason"] == "prefix" and cached(r) > 300 else None, 20, "the prefix known")
+    return next(w for w in stack.workers if w.worker_id == reply.headers["X-Kvgate-Worker"])
+
+
+def test_a_restart_under_the_same_name_gives_no_stale_credit():
+    """The new process has a new lease, so that what the old one held counts for nothing, at once and without a scan."""
+    with Stack(1) as stack:
+        worker = warm(stack)
+        old = stack.lease("w1")
+        worker.kill()
+        worker.start()
+        wait_until(lambda: stack.lease("w1") not in (None, old), 20, "a new lease")
+        client = stack.redis.client()
+        for key in client.keys("kvgate:{smollm2}:pred:*"):
+            client.delete(key)  # what was sent to the old process: ten seconds
+        wait_until(lambda: stack.gateway.status()["models"][0]["workers"][0]["lease"] == int(stack.lease("w1")), 10, "the new lease seen")
+        reply = stack.ask("first")
+        assert reply.headers["X-Kvgate-Hit-Tokens"] == "0" and cached(reply) == 0 and reply.headers["X-Kvgate-Worker"] == "w1"
+
+
+def test_of_two_processes_under_one_name_the_second_serves():
+    with Stack(1) as stack:
+        first = stack.workers[0]
+        with Worker(redis=stack.redis, worker_id="w1", kv_cache_memory="64M") as second:
+            wait_until(lambda: not first.running(), 20, "the first ended")
+            stack.wait_seen(["w1"])
+            wait_until(lambda: stack.gateway.status()["models"][0]["workers"][0]["addr"] == second.gateway_addr, 20, "the second's address")
+            for i in range(5):
+                reply = stack.ask(f"question {i}")
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == "w1"
+            first.process = None
+
+
+def test_a_worker_that_stands_still_is_routed_around_once_its_lease_ends():
+    """SIGSTOP: connections are taken by the kernel, but no heartbeat is sent. After its 3 seconds nobody goes there."""
+    with Stack(2, edits=[(r"proxy_read_timeout 600s", "proxy_read_timeout 5s")]) as stack:
+        worker = warm(stack)
+        other = next(w for w in stack.workers if w is not worker)
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            stack.wait_seen([other.worker_id])
+            for i in range(5):
+                reply = stack.ask(f"question {i}")
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == other.worker_id
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        stack.wait_seen(["w1", "w2"])
+        assert stack.ask("after all").status_code == 200
+
+
+def test_a_drained_worker_ends_its_streams_and_gets_nothing_new():
+    with Stack(2) as stack:
+        worker = warm(stack)
+        other = next(w for w in stack.workers if w is not worker)
+        with requests.post(stack.gateway.url + "/v1/chat/completions", json={**chat(SYSTEM), "max_tokens": 60, "stream": True, "ignore_eos": True},
+                           stream=True, timeout=60) as stream:
+            pieces = stream.iter_content(None)
+            text = next(pieces)
+            name = stream.headers["X-Kvgate-Worker"]
+            serving = next(w for w in stack.workers if w.worker_id == name)
+            rest = worker if serving is other else other
+            serving.terminate()
+            for i in range(4):
+                reply = stack.ask(f"meanwhile {i}")
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == rest.worker_id
+            text += b"".join(pieces)
+        assert text.endswith(b"data: [DONE]\n\n") and b'"error"' not in text
+        assert serving.wait() == 0
+
+
+def test_out_of_memory_routes_by_what_is_known():
+    with Stack(2) as stack:
+        holder = warm(stack)
+        client = stack.redis.client()
+        client.config_set("maxmemory", 1)
+        replies = [stack.ask(f"question {i}") for i in range(6)]
+        assert [r.status_code for r in replies] == [200] * 6 and {r.headers["X-Kvgate-Reason"] for r in replies} <= set(ROUTED)
+        assert replies[0].headers["X-Kvgate-Worker"] == holder.worker_id and int(replies[0].headers["X-Kvgate-Hit-Tokens"]) > 300
+        time.sleep(4)  # longer than a lease: heartbeats go on
+        stack.wait_seen(["w1", "w2"])
+        client.config_set("maxmemory", 0)
+
+
+def test_a_single_redis_that_becomes_a_replica_fails_no_request():
+    with Stack(2) as stack:
+        warm(stack)
+        client = stack.redis.client()
+        client.replicaof("127.0.0.1", 1)  # a master that cannot be reached: it keeps what it has, and refuses writes
+        replies = [stack.ask(f"question {i}") for i in range(6)]
+        assert [r.status_code for r in replies] == [200] * 6
+        client.replicaof("NO", "ONE")
+        wait_until(lambda: stack.ask("back").headers["X-Kvgate-Reason"] in ROUTED, 30, "routed again")
+        stack.wait_seen(["w1", "w2"])
+
+
+class LoadingRedis(Redis):
+    """Is started once it answers at all."""
+
+    def answers(self):
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
+                s.sendall(b"PING\r\n")
+                return s.recv(64).startswith((b"+PONG", b"-LOADING"))
+        except OSError:
+            return False
+
+
+def test_a_redis_that_loads_its_data_fails_no_request():
+    with LoadingRedis() as redis, FakeWorker("w1") as worker:
+        with Gateway(redis, servers=[worker.addr]) as gateway:
+            worker.register(redis, gateway.status()["models"][0]["fingerprint"])
+            wait_until(lambda: gateway.workers() == ["w1"], 10, "the worker seen")
+            client = redis.client()
+            client.mset({f"filler:{i}": "x" * 200 for i in range(8000)})
+            client.save()
+            redis.kill()
+            redis.args += ["--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024"]
+            redis.start()
+            seen = set()
+            for _ in range(20):
+                reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=30)
+                assert reply.status_code == 200
+                seen.add(reply.headers["X-Kvgate-Reason"])
+                time.sleep(0.1)
+            assert "redis_error" in seen
+            assert sum("LOADING" in line for line in gateway.log().splitlines()) <= 3  # once each script
+            wait_until(lambda: requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=30).headers["X-Kvgate-Reason"] in ROUTED, 60, "loaded")
+
+
+def test_redis_absent_at_start_is_used_when_it_comes():
+    redis = Redis()
+    with Worker(redis=redis, worker_id="w1", kv_cache_memory="64M") as worker, Gateway(redis, servers=[worker.gateway_addr]) as gateway:
+        ask = lambda: requests.post(gateway.url + "/v1/chat/completions", json={**chat(SYSTEM), **QUICK}, timeout=60)  # noqa: E731
+        reply = ask()
+        assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "redis_down"
+        with redis:
+            wait_until(lambda: gateway.workers() == ["w1"] and ask().headers["X-Kvgate-Reason"] in ROUTED, 30, "Redis used")
+
+
+def test_without_redis_a_conversation_stays_with_its_worker():
+    """Three quarters of the prompts' order would be another by rendezvous alone: who was sent what is remembered, in shared memory for all
+    nginx workers and over a reload."""
+    with Fleet(4, edits=[("worker_processes 1", "worker_processes 2")]) as fleet:
+        texts = [f"conversation {i}: " + f"word{i} " * 90 for i in range(16)]
+        rendezvous = {}
+        for i, text in enumerate(texts):
+            fleet.settle()
+            rendezvous[i] = fleet.post(text).headers["X-Kvgate-Worker"]
+        placed = {}
+        for i, text in enumerate(texts):  # moved by load, say: another worker holds it now
+            fleet.settle()
+            target = fleet.workers[i % 4]
+            client = fleet.redis.client()
+            for worker in fleet.workers:
+                client.zadd("kvgate:{smollm2}:load", {worker.registration.lease: 0 if worker is target else 10_000_000}, xx=True)
+            placed[i] = fleet.post(text).headers["X-Kvgate-Worker"]
+        assert sum(placed[i] != rendezvous[i] for i in placed) >= 6
+        fleet.redis.kill()
+        fleet.gateway.reload()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 20, "Redis seen gone")
+        without = [fleet.post(text + " and the next turn of it") for text in texts]
+        assert {r.headers["X-Kvgate-Reason"] for r in without} <= {"redis_down", "redis_timeout"}
+        kept = sum(r.headers["X-Kvgate-Worker"] == placed[i] for i, r in enumerate(without))
+        assert kept >= 0.85 * len(texts), (kept, len(texts))
+        assert int(without[0].headers["X-Kvgate-Hit-Tokens"]) > 64
+
+
+def test_traceparent_is_passed_on_unchanged():
+    with Fleet(1) as fleet:
+        trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        fleet.post(headers={"traceparent": trace, "tracestate": "a=b"})
+        assert fleet.requests[-1].header("traceparent") == trace and fleet.requests[-1].header("tracestate") == "a=b"
+        fleet.post()
+        assert fleet.requests[-1].header("traceparent") is None
+
+
+def test_a_client_that_leaves_closes_the_upstream_streaming_or_not():
+    with Fleet(1) as fleet:
+        worker = fleet.workers[0]
+        for stream, mode in ((True, "sse"), (False, "silent")):
+            fleet.reset()
+            worker.mode, worker.events, worker.interval = mode, 1000, 0.05
+            leave = threading.Event()
+
+            def ask():
+                with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=stream), stream=True, timeout=(10, None if stream else 0.5)) as reply:
+                    next(pieces := reply.iter_content(10))
+                    leave.wait(10)
+                    pieces.close()
+            thread = threading.Thread(target=lambda: ask() if stream else pytest.raises(requests.ReadTimeout, ask))
+            thread.start()
+            wait_until(lambda: worker.requests, 10, "the request there")
+            leave.set()
+            thread.join()
+            wait_until(lambda: sum(w["in_flight"] for w in fleet.gateway.status()["models"][0]["workers"]) == 0, 10, "the request given up")
