@@ -174,7 +174,7 @@ void launch_attention(struct cuda_backend *cuda, const struct op *op, const stru
 /* Notes a kernel's launch error, if any: "cuda: KERNEL of rows x cols, n rows: TEXT". */
 void cuda_launched(struct cuda_backend *cuda, const char *kernel, uint32_t rows, uint32_t cols, uint32_t n);
 
-/* sample.c, sample.cu */
+/* sample_host.c, sample.cu */
 int cuda_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
                 struct sample_result *results, struct kvg_error *err);
 

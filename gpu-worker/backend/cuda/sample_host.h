@@ -1,4 +1,4 @@
-/* Sampling, between sample.c and sample.cu. */
+/* Sampling, between sample_host.c and sample.cu. */
 #pragma once
 #include "gpu-worker/backend/cuda/cuda_internal.h"
 #include "gpu-worker/backend/cuda/sample_params.h"
