@@ -3,7 +3,7 @@
 
 One nginx with conf/nginx.conf and a location without kvgate beside it; behind both one more nginx that answers every request at
 once. Chats of 2,000 tokens behind one system prompt and prompts of 100,000 tokens, warm; the latter once more cold, each with
-another beginning. Open loop at RATE requests a second (300; long prompts at a thirtieth of it), and chats at saturation with 16
+another beginning; the chats also as a stream of 21 events. Open loop at RATE requests a second (300; long prompts at a thirtieth of it), and chats at saturation with 16
 connections. Lengths are about right: words are counted, not tokens. Added latency is the difference of the medians (of the 99th percentiles) of all rounds. Prints a table and writes
 build/bench-gateway.json.
 """
@@ -24,7 +24,17 @@ WORDS = "river stone lamp garden winter copper signal harbor meadow thunder viol
 REPLY = json.dumps({"id": "x", "object": "chat.completion", "created": 1, "model": "smollm2", "choices": [
     {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}})
+EVENT = "data: " + json.dumps({"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "smollm2", "choices": [
+    {"index": 0, "delta": {"content": "word "}, "finish_reason": None}]}) + "\\n\\n"
+STREAM = EVENT * 20 + EVENT.replace("null", '"stop"') + "data: [DONE]\\n\\n"
 PLAIN = """
+        location /s/ {
+            kvgate "on";
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+        }
         location /plain/ {
             proxy_pass http://plain/;
             proxy_http_version 1.1;
@@ -47,7 +57,8 @@ class InstantWorker(Process):
         with open(os.path.join(self.dir, "nginx.conf"), "w", encoding="utf-8") as file:
             file.write(f"""worker_processes 1; pid nginx.pid; error_log stderr warn; events {{ worker_connections 2048; }}
 http {{ access_log off; client_max_body_size 64m; client_body_temp_path body; proxy_temp_path proxy; keepalive_requests 1000000000;
-server {{ listen {self.addr}; location / {{ default_type application/json; return 200 '{REPLY}'; }} }} }}""")
+server {{ listen {self.addr}; location / {{ default_type application/json; return 200 '{REPLY}'; }}
+location /s/ {{ default_type text/event-stream; return 200 '{STREAM}'; }} }} }}""")
 
     def command(self):
         return [NGINX, "-p", self.dir, "-c", os.path.join(self.dir, "nginx.conf"), "-e", "stderr", "-g", "daemon off;"]
@@ -68,9 +79,9 @@ def load(url, bodies, count, *options):
     return result
 
 
-def compare(gateway, bodies, count, options, rounds):
+def compare(gateway, bodies, count, options, rounds, path=""):
     """[(plain, kvgate)] of load results, alternating."""
-    paths = ("/plain/v1/chat/completions", "/v1/chat/completions")
+    paths = (f"/plain{path}/v1/chat/completions", f"{path}/v1/chat/completions")
     for path in paths:
         load(gateway.url + path, bodies, len(bodies))
     return [tuple(load(gateway.url + path, bodies, count, *options) for path in paths) for _ in range(rounds)]
@@ -82,9 +93,9 @@ def row(name, unit, value, plain, limit, higher=False):
             "runs": ROUNDS}
 
 
-def added(name, pairs, limits):
+def added(name, pairs, limits, of="total"):
     for what, limit in limits.items():
-        plain, ours = (1e3 * statistics.median(pair[i]["total"][what] for pair in pairs) for i in (0, 1))
+        plain, ours = (1e3 * statistics.median(pair[i][of][what] for pair in pairs) for i in (0, 1))
         yield row(f"{name}: added {what}", "ms", ours - plain, plain, limit)
 
 
@@ -105,6 +116,9 @@ def measure(gateway):
     pairs = compare(gateway, chats, 10 * count, ("--connections", "16"), ROUNDS)
     plain, ours = (statistics.median(pair[i]["requests_per_second"] for pair in pairs) for i in (0, 1))
     yield row("2,000-token chat, saturation: share of proxy_pass", "share", ours / plain, plain, 0.5, higher=True)
+    streams = [{**body, "stream": True} for body in chats]
+    pairs = compare(gateway, streams, count, ("--rate", str(RATE), "--connections", "256"), ROUNDS, "/s")
+    yield from added("2,000-token chat, streamed: first text", pairs, {"p50": 1, "p99": 1.5}, "ttft")
     warm = [chat(text(3, LONG) + f" {i}") for i in range(4)]
     yield from added(f"{LONG:,} tokens, known prefix", compare(gateway, warm, max(5, count // 30), ("--rate", str(RATE / 30)), ROUNDS), {"p99": 5})
     cold = [[chat(f"{i} {n} " + " ".join(f"{w}{(i * 7 + n + k // 12) % 1000}" for k, w in enumerate(WORDS * (LONG // 60)))) for i in range(5)]
