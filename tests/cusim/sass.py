@@ -37,16 +37,14 @@ def find_tool(name, cuda_home):
 
 
 def plain_name(mangled):
-    """gemv_kernel out of _Z11gemv_kernelILi4EEv…; nested names give the last part."""
-    match = re.match(r"_Z(N\d*)?", mangled)
-    rest, name = mangled[match.end():] if match else mangled, mangled
-    while match:
-        number = re.match(r"(\d+)", rest)
-        if not number:
+    """gemv_kernel out of _Z11gemv_kernelILi4EEv…; of a nested name the last part."""
+    match = re.match(r"_Z(N?)", mangled)
+    rest, name = mangled[match.end():] if match else "", mangled
+    while number := re.match(r"\d+", rest):
+        end = number.end() + int(number.group())
+        name, rest = rest[number.end():end], rest[end:]
+        if not match.group(1):
             break
-        size = int(number.group(1))
-        name = rest[number.end():number.end() + size]
-        rest = rest[number.end() + size:]
     return name
 
 
