@@ -148,6 +148,7 @@ KERNELS_check := -fsanitize=thread
 KERNELS_cov   := --coverage
 LINK_asan  := -fsanitize=address,undefined
 LINK_cov   := --coverage
+EMULATOR_cov := plain
 
 # $(1): the flavour; its objects lie in $(B)/cusim/FLAVOUR.
 define sim_rules
@@ -168,7 +169,7 @@ $(B)/cusim/$(1)/libcuda_backend.a: $(patsubst %.cu,$(B)/cusim/$(1)/%.o,$(CUDA_CU
 $(SIM_TEST:%.cu=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcusim.a
 	$$(call say,LD)
 	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka -ldl
-$(OPS_TEST:%.c=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1)/libcusim.a $(LIBS)
+$(OPS_TEST:%.c=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(or $(EMULATOR_$(1)),$(1))/libcusim.a $(LIBS)
 	$$(call say,LD)
 	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka $(LDLIBS)
 $(B)/cusim/$(1)/kvgate-cuda.so: $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(1)/libcusim.a $(LIBS)
@@ -328,6 +329,6 @@ clean:
 help:
 	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
 
-.PHONY: bench-latency all programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
+.PHONY: bench-latency all cuda test-cuda $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -122,9 +122,10 @@ struct device_access {
 extern const bool checking;
 void memory_allocated(const void *p, size_t size);
 void memory_freed(const void *p, size_t size);
-void memory_forgotten(const void *p, size_t size);                /* outside of every allocation again */
-void memory_written(const void *p, size_t size);                  /* by a copy or a library */
-void memory_read(const void *p, size_t size, const char *reader); /* reports what was never written */
+void memory_forgotten(const void *p, size_t size);                 /* outside of every allocation again */
+void memory_written(const void *p, size_t size);                   /* by a copy or a library */
+void memory_copied(const void *to, const void *from, size_t size); /* padding may be unwritten, all of it may not */
+void memory_read(const void *p, size_t size, const char *reader);  /* reports what was never written */
 void memcheck_shared_reset(size_t used);
 void memcheck_shared_allocated(const void *p, size_t size);
 

@@ -36,6 +36,7 @@ void memory_freed(const void *, size_t) {}
 void memory_forgotten(const void *, size_t) {}
 void memory_written(const void *, size_t) {}
 void memory_read(const void *, size_t, const char *) {}
+void memory_copied(const void *, const void *, size_t) {}
 void memcheck_shared_reset(size_t) {}
 void memcheck_shared_allocated(const void *, size_t) {}
 
@@ -126,6 +127,17 @@ void memory_read(const void *p, size_t size, const char *reader)
                 report("%s reads %zu bytes of device memory, of which byte %zu was never written", reader, size, i);
             return;
         }
+}
+
+void memory_copied(const void *to, const void *from, size_t size)
+{
+    bool device = in_arena(from);
+    if (device && !memchr(global_states(from), WRITTEN, size) && first_time(from, to, 28))
+        report("a copy reads %zu bytes of device memory, none of which was ever written", size);
+    if (in_arena(to) && device)
+        memcpy(global_states(to), global_states(from), size);
+    else if (in_arena(to))
+        memory_written(to, size);
 }
 
 void memcheck_shared_reset(size_t used)

@@ -5,10 +5,12 @@ Programs run in several builds and orders of threads, planted mistakes must be f
 made of it must keep to the gate of sass.py. Prints a table for each; the last line is "N passed, N failed".
 """
 import concurrent.futures
+import csv
 import glob
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import coverage_lines
@@ -86,6 +88,43 @@ def run_planted(results, pool):
     print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
 
 
+def read_profile(path):
+    """{(file, line, memory, bytes): [asked bytes, sector bytes, best share, worst passes]} of a CSV that a CHECK build wrote."""
+    lines = {}
+    with open(path, encoding="utf-8") as f:
+        for row in csv.DictReader(f, delimiter=";"):
+            place, number = row["where"].rsplit(":", 1)
+            entry = lines.setdefault((place, int(number), row["memory"], int(row["bytes"])), [0, 0, 0, 0])
+            moved, used = float(row["sectors"]) * int(row["requests"]) * 32, float(row["used"])
+            entry[0] += moved * used
+            entry[1] += moved
+            entry[2], entry[3] = max(entry[2], used), max(entry[3], float(row["passes"]))
+    return lines
+
+
+def run_profile(results):
+    """16-byte accesses of global memory use whole sectors (but for the tails of odd shapes), banks conflict at most twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "profile.csv")
+        name = "backend/test_cuda_ops"
+        if name not in test_programs():
+            return
+        print("\nmemory accesses of the hot kernels (gemv, gemm, attention), by source line")
+        code, output, _ = run([program("check", name)], CUSIM_PROF=path)
+        if code != 0 or not os.path.exists(path):
+            results.add("profile", False, "", output)
+            return
+        lines = read_profile(path)
+    for (place, number, memory, size), (asked, moved, best, passes) in sorted(lines.items()):
+        if not place.startswith(("gemv", "gemm", "attention")):
+            continue
+        if memory == "global" and size == 16:
+            detail = f"16-byte global: {100 * asked / moved:.0f} % of the sectors' bytes used, at best {100 * best:.0f}"
+            results.add(f"{place}:{number}", best > 0.95 and asked >= 0.8 * moved, detail)
+        elif memory == "shared" and passes > 1:
+            results.add(f"{place}:{number}", passes <= 2, f"{size}-byte shared: {passes:.2f} passes for each that is needed")
+
+
 def run_coverage(results):
     print("\nlines of device code run under emulation")
     folder = os.path.join(ROOT, BUILD, "cusim/cov")
@@ -109,6 +148,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         run_programs(results, pool)
         run_planted(results, pool)
+    run_profile(results)
     run_coverage(results)
     print("\nwhat nvcc made")
     sass.gate(os.path.join(ROOT, BUILD, "cuda"), os.environ.get("CUDA_HOME", ""), results)

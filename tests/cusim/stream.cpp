@@ -271,11 +271,8 @@ static bool right_way(const void *to, const void *from, size_t size, cudaMemcpyK
 static void copy(void *to, const void *from, size_t size)
 {
     device_access access;
-    if (in_arena(from))
-        memory_read(from, size, "a copy");
     memcpy(to, from, size);
-    if (in_arena(to))
-        memory_written(to, size);
+    memory_copied(to, from, size);
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream)
