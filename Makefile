@@ -156,7 +156,7 @@ $(B)/cusim/$(1)/%.o: %.cpp | $(CUDA_HOME)/include/cuda_runtime.h
 	@mkdir -p $$(@D)
 	$$(call say,SIM)
 	$$(Q)g++ -std=gnu++20 $$(SIM_FLAGS) $$(SIM_$(1)) -c $$< -o $$@
-$(B)/cusim/$(1)/%.o: %.cu | $(CUDA_HOME)/include/cuda_runtime.h
+$(B)/cusim/$(1)/%.cu.o: %.cu | $(CUDA_HOME)/include/cuda_runtime.h
 	@mkdir -p $$(@D)
 	$$(call say,SIM)
 	$$(Q)g++ -std=gnu++20 $$(SIM_FLAGS) $$(SIM_$(1)) $$(KERNELS_$(1)) -x c++ -c $$< -o $$@
@@ -165,8 +165,8 @@ $(B)/cusim/$(1)/%.o: %.c | $(CUDA_HOME)/include/cuda_runtime.h
 	$$(call say,SIM)
 	$$(Q)$$(CC) -std=gnu11 $$(SIM_FLAGS) $$(SIM_$(1)) -c $$< -o $$@
 $(B)/cusim/$(1)/libcusim.a: $(patsubst %.cpp,$(B)/cusim/$(1)/%.o,$(SIM_SRC))
-$(B)/cusim/$(1)/libcuda_backend.a: $(patsubst %.cu,$(B)/cusim/$(1)/%.o,$(CUDA_CU)) $(patsubst %.c,$(B)/cusim/$(1)/%.o,$(CUDA_C))
-$(SIM_TEST:%.cu=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcusim.a
+$(B)/cusim/$(1)/libcuda_backend.a: $(CUDA_CU:%=$(B)/cusim/$(1)/%.o) $(patsubst %.c,$(B)/cusim/$(1)/%.o,$(CUDA_C))
+$(SIM_TEST:%.cu=$(B)/cusim/$(1)/%): %: %.cu.o $(B)/cusim/$(1)/libcusim.a
 	$$(call say,LD)
 	$$(Q)g++ $$(LINK_$(1)) $$^ -o $$@ -lcmocka -ldl
 $(OPS_TEST:%.c=$(B)/cusim/$(1)/%): %: %.o $(B)/cusim/$(1)/libcuda_backend.a $(B)/cusim/$(or $(EMULATOR_$(1)),$(1))/libcusim.a $(LIBS)
@@ -186,7 +186,7 @@ NVCC      := $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH := 80 90a 100a
 NVCCFLAGS := -std=c++20 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Xptxas -v -I. -DKVGATE_VERSION='"$(VERSION)"' \
              $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch))
-$(B)/cuda/%.o: %.cu $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h) gpu-worker/backend/sampling.h gpu-worker/backend/sample_noise.h
+$(B)/cuda/%.cu.o: %.cu $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h) gpu-worker/backend/sampling.h gpu-worker/backend/sample_noise.h
 	@mkdir -p $(@D)
 	$(call say,NVCC)
 	$(Q)$(NVCC) $(NVCCFLAGS) -c $< -o $@ 2> $@.ptxas || { grep -v "^ptxas info" $@.ptxas; exit 1; }
@@ -194,7 +194,7 @@ $(B)/cuda/%.o: %.c | $(CUDA_HOME)/include/cuda_runtime.h
 	@mkdir -p $(@D)
 	$(call say,CC)
 	$(Q)$(CC) $(CFLAGS) -isystem $(CUDA_HOME)/include -c $< -o $@
-CUDA_OBJ := $(CUDA_CU:%.cu=$(B)/cuda/%.o) $(CUDA_C:%.c=$(B)/cuda/%.o)
+CUDA_OBJ := $(CUDA_CU:%=$(B)/cuda/%.o) $(CUDA_C:%.c=$(B)/cuda/%.o)
 $(B)/kvgate-cuda.so: $(CUDA_OBJ) $(LIBS)
 	$(call say,LD)
 	$(Q)$(NVCC) -shared -cudart static $(CUDA_OBJ) $(LIBS) -o $@ $(LDLIBS)
@@ -207,7 +207,7 @@ SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
 test-cuda: deps
 	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
-	-$(MAKE) -j$(JOBS) build/.sass $(CUDA_CU:%.cu=$(B)/cuda/%.o)
+	-$(MAKE) -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
 	@B=$(B) CUDA_HOME=$(CUDA_HOME) $(PYTHON) tests/cusim/run.py
 
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
@@ -321,7 +321,7 @@ bench-gateway: deps models
 	B=$(B) $(PYTHON) tests/bench/bench_gateway.py
 
 format:
-	clang-format -i $(shell git ls-files '*.c' '*.h')
+	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh')
 
 clean:
 	rm -rf $(B)/libprompt $(B)/gpu-worker $(B)/redis-schemas $(B)/tests $(B)/gen $(B)/nginx $(B)/*.a $(B)/kvgate-* $(B)/*.so

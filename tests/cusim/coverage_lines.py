@@ -19,8 +19,8 @@ def read_counts(folder, prefix):
             with gzip.open(path, "rt") as f:
                 report = json.load(f)
             for source in report["files"]:
-                name = os.path.relpath(os.path.join(report["current_working_directory"], source["file"])) \
-                    if os.path.isabs(source["file"]) else source["file"]
+                top = report["current_working_directory"]
+                name = os.path.relpath(os.path.join(top, source["file"]), top)
                 if name.startswith(prefix) and name.endswith((".cu", ".cuh")):
                     for line in source["lines"]:
                         counts[name][line["line_number"]] += line["count"]
