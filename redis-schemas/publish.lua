@@ -98,6 +98,9 @@ for first = 1, #settled, 1000 do
     redis.call('DEL', unpack(settled, first, math.min(first + 999, #settled)))
 end
 
+local evicted = select(2, string.gsub(events, '%-', ''))
+redis.pcall('XADD', base .. 'events', 'NOMKSTREAM', 'MAXLEN', '~', 1000, '*', 'event', 'publish', 'worker', id, 'stored', #events / 21 - evicted,
+            'evicted', evicted)
 redis.call('HSET', w, seq_field, seq)
 if live_now == 'live' and seq_field == 'next_seq' then
     redis.call('HSET', w, 'lease', lease, 'seq', seq, 'beat', 0)

@@ -30,6 +30,7 @@ local PAGE, SHORT = 16, 128      -- members of load read at a time; bytes of a l
 local NEAR = 0.25                -- mean prompts of cost within which rendezvous order decides
 local LEASE_SECONDS = 3
 local RESERVED_SECONDS = 10      -- how long a worker is expected to hold, or compute, what it was sent
+local EVENTS = 1000              -- kept in the stream for observers, about
 local MEAN_WEIGHT = 0.01         -- of one prompt in the mean prompt length
 
 local base = string.sub(KEYS[1], 1, -5)
@@ -404,6 +405,8 @@ if not explain then
                 end
             end
         end
+        redis.pcall('XADD', base .. 'events', 'NOMKSTREAM', 'MAXLEN', '~', EVENTS, '*', 'event', 'route', 'worker', best.id, 'reason', best.reason,
+                    'prompt_tokens', number(prompt_tokens), 'hit_blocks', number(best.lo), 'backlog', number(best.backlog), 'cost', number(best.cost))
         redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
     end
     local reply = {'ok'}

@@ -110,6 +110,10 @@ def test_what_has_a_key_used(world):
     assert run(world, "kvgate:limit").split() == ["at", "1000.000000", "requests", "1", "tokens", "300"]
 
 
+def test_watch(world):
+    assert run(world, "XGROUP").split() == ["OK", "1"]
+
+
 def test_forget_a_worker(world):
     assert run(world, "forget.lua") == "1\n"
     assert run(world, "owners.lua").strip() == ""

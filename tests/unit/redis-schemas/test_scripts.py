@@ -661,3 +661,26 @@ def test_models_and_prefixes_are_apart(redis):
 def test_owners_says_what_is_no_hash(schemas, hash):
     with pytest.raises(redis_library.ResponseError, match="is no block hash"):
         schemas.call("owners", hash)
+
+
+def test_the_stream_for_observers_is_written_while_it_exists(schemas):
+    key = schemas.base + "events"
+    chain = random_chain(5)
+    worker = FakeWorker(schemas, "a").up(chain)
+    schemas.route(chain)
+    assert not schemas.client.exists(key)
+    schemas.client.xgroup_create(key, "watch", "$", mkstream=True)
+    schemas.route(chain, explain="explain")
+    schemas.route(chain, explain="observe")
+    assert schemas.client.xlen(key) == 0
+    schemas.route(chain, 170)
+    assert worker.publish(stored=random_chain(3), evicted=chain[4:]) == ["ok"]
+    (_, route), (_, publish) = schemas.client.xrange(key)
+    assert route.items() >= {"event": "route", "worker": "a", "reason": "prefix", "prompt_tokens": "170", "hit_blocks": "5"}.items()
+    assert publish == {"event": "publish", "worker": "a", "stored": "3", "evicted": "1"}
+    for _ in range(1500):
+        schemas.route(chain)
+    assert 1000 <= schemas.client.xlen(key) <= 1200
+    schemas.client.delete(key)
+    schemas.client.set(key, "somebody else's")
+    assert schemas.route(chain)[0] == "ok" and worker.publish(stored=random_chain(1)) == ["ok"]
