@@ -336,7 +336,7 @@ __device__ __forceinline__ void report_logprobs(struct sample_shared *shared, co
 }
 
 /* logits [., n_vocab]; scratch [gridDim.x][n_vocab]. */
-__global__ void __launch_bounds__(SAMPLE_THREADS)
+__global__ void __launch_bounds__(SAMPLE_THREADS, 2)
     sample_kernel(const float *__restrict__ logits, uint32_t n_vocab, const struct sample_params *__restrict__ params,
                   struct sample_lists lists, float *__restrict__ scratch, struct sample_result *__restrict__ results)
 {

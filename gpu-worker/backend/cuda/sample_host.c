@@ -30,6 +30,8 @@ int cuda_open_sampling(struct cuda_backend *cuda, uint32_t n_vocab, struct kvg_e
         (failed = cuda_alloc((void **)&s->device, bytes, "sampling parameters", err)) ||
         (failed = cuda_alloc((void **)&s->device_results, results, "sampling results", err)))
         return failed;
+    if ((failed = cuda_failed(cudaMemset(s->device_results, 0, results), err, "clearing results"))) /* copied whole */
+        return failed;
     return cuda_alloc((void **)&s->scratch, (size_t)WAVE_ROWS * n_vocab * sizeof *s->scratch, "sampling scratch", err);
 }
 
