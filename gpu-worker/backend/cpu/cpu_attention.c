@@ -59,13 +59,24 @@ void cpu_attention_free(struct cpu_backend *cpu)
 
 /* ---- the plan of a step ---- */
 
-/* Large tiles read keys and values less often; small ones keep every thread busy. */
+static uint32_t segments_of_longest(const struct cpu_backend *cpu)
+{
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < cpu->step.n_seqs; s++) {
+        const struct backend_seq *seq = &cpu->step.seqs[s];
+        uint32_t n = (seq->n_past + seq->n_rows - 1) / SEGMENT + 1;
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+/* Large tiles read keys and values less often; small ones keep every thread busy where segments are too few for that. */
 static uint32_t choose_tile_rows(const struct cpu_backend *cpu)
 {
     uint32_t rows = cpu->step.n_rows * (cpu->kv.n_heads / cpu->kv.n_kv_heads), threads = thread_pool_size(cpu->pool);
-    uint32_t tile = cpu->kernels.attention_rows;
+    uint32_t tile = cpu->kernels.attention_rows, segments = segments_of_longest(cpu);
     if (threads > 1)
-        while (tile > 16 && (rows + tile - 1) / tile * cpu->kv.n_kv_heads < 4 * threads)
+        while (tile > 16 && (uint64_t)(rows + tile - 1) / tile * cpu->kv.n_kv_heads * segments < 4 * threads)
             tile /= 2;
     return tile;
 }
