@@ -1,12 +1,16 @@
 #include "gpu-worker/engine/pacing.h"
+#include <math.h>
+#include <stdbool.h>
 
-enum { LEAST = 16, FIRST_RATE = 400 };
+enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16 };
 static const double alone = 0.5, beside_streams = 0.02; /* seconds */
 static const double decode_steps = 2.5;
+static const double memory = 0.98, ridge = 1e-3, least_own_share = 0.2;
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed)
 {
-    *pacing = (struct pacing){.most = most, .fixed = fixed, .rate = {FIRST_RATE, FIRST_RATE}};
+    const struct pacing_fit fit = {.row = 1.0 / FIRST_RATE, .drift = 1};
+    *pacing = (struct pacing){.most = most, .fixed = fixed, .fit = {fit, fit}};
 }
 
 static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
@@ -17,32 +21,82 @@ static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
     return longer < beside_streams ? beside_streams : longer < alone ? longer : alone;
 }
 
-uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes)
+/* The n of  row n + pair (n + KEYS_ROWS) (past + n / 2) = seconds;  0 where the keys alone take longer. */
+static double rows_within(const struct pacing_fit *fit, double seconds, double past)
 {
+    double left = seconds - fit->pair * KEYS_ROWS * past;
+    double a_row = fit->row + fit->pair * (past + KEYS_ROWS / 2.0);
+
+    return left > 0 ? 2 * left / (a_row + sqrt(a_row * a_row + 2 * fit->pair * left)) : 0;
+}
+
+uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t past)
+{
+    const struct pacing_fit *fit = &pacing->fit[n_decodes > 0];
     uint32_t room = pacing->most > n_decodes ? pacing->most - n_decodes : 0;
-    double rows = pacing->rate[n_decodes > 0] * target_seconds(pacing, n_decodes) - n_decodes;
 
     if (pacing->fixed)
         return pacing->fixed < room ? pacing->fixed : room;
+    double seconds = target_seconds(pacing, n_decodes) / fit->drift - (n_decodes ? pacing->decode_seconds : 0);
+    double rows = rows_within(fit, seconds, past);
     if (rows < LEAST)
         rows = LEAST;
-    if (rows >= room)
-        return room;
-    return (uint32_t)rows / LEAST * LEAST;
+    return rows < room ? (uint32_t)rows / 4 * 4 : room;
+}
+
+/* The pair may take nothing, and the row never all of what a row takes. */
+static void solve(struct pacing_fit *fit)
+{
+    double a = fit->xx[0] * (1 + ridge), b = fit->xx[1], c = fit->xx[2] * (1 + ridge);
+    double x = fit->xy[0] + ridge * fit->xx[0] * fit->row, y = fit->xy[1] + ridge * fit->xx[2] * fit->pair;
+    double together = fit->xy[0] / fit->xx[0];
+
+    fit->row = (x * c - y * b) / (a * c - b * b);
+    fit->pair = (y * a - x * b) / (a * c - b * b);
+    if (!(fit->pair > 0)) {
+        fit->pair = 0;
+        fit->row = together;
+    } else if (fit->row < least_own_share * together) {
+        fit->row = least_own_share * together;
+        fit->pair = (fit->xy[1] - fit->row * b) / fit->xx[2];
+    }
 }
 
 /* Slower is believed at once, faster by and by: a step that is too long hurts more than one that is too short. */
-static void learn_rate(double *rate, double now)
+static void follow(double *drift, double now)
 {
-    *rate = now < *rate ? 0.3 * *rate + 0.7 * now : 0.7 * *rate + 0.3 * now;
+    *drift = now > *drift ? 0.3 * *drift + 0.7 * now : 0.7 * *drift + 0.3 * now;
 }
 
-void pacing_observe(struct pacing *pacing, uint32_t prompt_rows, uint32_t n_decodes, double seconds)
+static void learn(struct pacing_fit *fit, double rows, double pairs, double seconds)
 {
+    double row = rows / seconds, pair = pairs / seconds;
+
+    fit->xx[0] = memory * fit->xx[0] + row * row;
+    fit->xx[1] = memory * fit->xx[1] + row * pair;
+    fit->xx[2] = memory * fit->xx[2] + pair * pair;
+    fit->xy[0] = memory * fit->xy[0] + row;
+    fit->xy[1] = memory * fit->xy[1] + pair;
+    solve(fit);
+}
+
+void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds)
+{
+    double base = step->n_decodes ? pacing->decode_seconds : 0, rows = step->prompt_rows;
+
     if (seconds <= 0)
         return;
-    if (prompt_rows >= LEAST)
-        learn_rate(&pacing->rate[n_decodes > 0], (prompt_rows + n_decodes) / seconds);
-    else if (prompt_rows == 0)
-        pacing->decode_seconds = pacing->decode_seconds ? 0.8 * pacing->decode_seconds + 0.2 * seconds : seconds;
+    if (step->prompt_rows == 0) {
+        pacing->decode_seconds = base ? 0.8 * base + 0.2 * seconds : seconds;
+        return;
+    }
+    if (step->prompt_rows < LEAST)
+        return;
+    struct pacing_fit *fit = &pacing->fit[step->n_decodes > 0];
+    double pairs = (rows + KEYS_ROWS) * (step->keys > 1 ? step->keys : 1);
+    bool known = fit->xx[0] > 0;
+    double expected = base + fit->row * rows + fit->pair * pairs;
+    learn(fit, rows, pairs, seconds - base > 0.1 * seconds ? seconds - base : 0.1 * seconds);
+    if (known)
+        follow(&fit->drift, seconds / expected);
 }

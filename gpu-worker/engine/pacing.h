@@ -1,23 +1,38 @@
 /* How many prompt rows a step may take, so that it lasts about as long as it should.
  *
- * While a stream decodes, a step is cut to 2.5 steps of decode rows alone, because the stream's next token waits for it: the
- * prompt then keeps about 60 % of the rate that it has by itself, and the streams' slowest tokens take about twice as long as
- * without it. Not below 20 ms: tiny chunks would pay the fixed cost of a step again and again. Otherwise a step takes 500 ms:
- * heartbeats and cancellations wait for it. The rate is measured apart for both, because decode rows cost more than prompt rows.
+ * While a stream decodes, a step is cut to 2.5 steps of decode rows alone, because the stream's next token waits for it; not
+ * below 20 ms: tiny chunks would pay the fixed cost of a step again and again. Otherwise a step takes 500 ms: heartbeats and
+ * cancellations wait for it.
+ *
+ *   seconds = decode rows alone + row n + pair (n + KEYS_ROWS) keys        n prompt rows that see so many keys each, on average
+ *
+ * `row` and `pair` are fitted to the steps as they come (least squares of relative errors, older steps count less and less),
+ * apart for steps with and without decode rows. KEYS_ROWS: reading the keys costs as much as that many rows, which is why a small
+ * chunk behind a long context is dear. `drift` follows what the fit is too slow for.
  */
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 
+struct pacing_fit {
+    double xx[3], xy[2]; /* weighted sums of the normal equations: row row, row pair, pair pair; row, pair */
+    double row, pair;    /* seconds */
+    double drift;        /* what a step takes / what the fit says */
+};
+
 struct pacing {
-    uint32_t most;         /* --max-num-batched-tokens */
-    uint32_t fixed;        /* tests: exactly this many; 0 = follow the rate */
-    double rate[2];        /* rows a second; [1] while a stream decodes */
-    double decode_seconds; /* a step of decode rows alone; 0 = not seen yet */
+    uint32_t most;            /* --max-num-batched-tokens */
+    uint32_t fixed;           /* tests: exactly this many; 0 = follow the fit */
+    struct pacing_fit fit[2]; /* [1] while a stream decodes */
+    double decode_seconds;    /* a step of decode rows alone; 0 = not seen yet */
+};
+
+/* What a step computed. */
+struct pacing_step {
+    uint32_t prompt_rows, n_decodes;
+    double keys; /* that a prompt row sees, on average */
 };
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed);
-/* Prompt rows for a step that has n_decodes decode rows. */
-uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes);
-/* A step of so many rows took so long. */
-void pacing_observe(struct pacing *pacing, uint32_t prompt_rows, uint32_t n_decodes, double seconds);
+/* Prompt rows for a step that has n_decodes decode rows; `past` tokens lie before the first of them. */
+uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t past);
+void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds);

@@ -289,12 +289,21 @@ static void plan_admissions(struct scheduler *sched, struct step_plan *plan, uin
     }
 }
 
+/* Tokens before the next prompt row; of one that still waits: none. */
+static uint32_t next_past(const struct scheduler *sched)
+{
+    for (uint32_t i = 0; i < sched->n_running; i++)
+        if (sequence_pending(sched->running[i]) > 1)
+            return sched->running[i]->n_computed;
+    return 0;
+}
+
 void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
 {
     plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = plan->n_drafts = 0;
     plan_decodes(sched, plan);
     plan_drafts(sched, plan);
-    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts);
+    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, next_past(sched));
     if (plan_prefills(sched, plan, &room))
         plan_admissions(sched, plan, &room, now);
 }

@@ -315,6 +315,22 @@ static void emit_tokens(struct stepper *step, double now)
     }
 }
 
+/* Before store_rows(): n_computed is what lies before the rows. */
+static void observe_pace(struct stepper *step, double seconds)
+{
+    const struct step_plan *plan = &step->plan;
+    struct pacing_step pace = {.n_decodes = plan->n_decodes + plan->n_drafts};
+
+    for (uint32_t i = plan->n_decodes; i < plan->n; i++) {
+        const struct plan_entry *entry = &plan->entries[i];
+        pace.prompt_rows += entry->n_rows;
+        pace.keys += entry->n_rows * (entry->seq->n_computed + entry->n_rows / 2.0);
+    }
+    if (pace.prompt_rows)
+        pace.keys /= pace.prompt_rows;
+    pacing_observe(&step->sched.pacing, &pace, seconds);
+}
+
 void step_run(struct stepper *step)
 {
     if (step->spec)
@@ -323,12 +339,11 @@ void step_run(struct stepper *step)
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
-    uint32_t decode_rows = step->plan.n_decodes + step->plan.n_drafts;
     batch_fill(&step->batch, &step->plan);
     step_lap(step, STEP_SCHEDULE);
     forward_and_sample(step);
     double now = clock_now();
-    pacing_observe(&step->sched.pacing, step->plan.n_rows - decode_rows, decode_rows, now - start);
+    observe_pace(step, now - start);
     count_plan(step);
     store_rows(step);
     emit_tokens(step, now);

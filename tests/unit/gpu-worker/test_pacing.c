@@ -1,4 +1,5 @@
-/* The chunk finds the step's target on machines of any speed: a step costs a fixed part and a part a row. */
+/* The chunk finds the step's target on machines of any speed: a step costs a fixed part, a part a row, and one
+ * for each key that a row sees. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -6,14 +7,20 @@
 #include "gpu-worker/engine/pacing.h"
 
 struct machine {
-    double fixed, a_row; /* seconds */
+    double fixed, a_row, a_pair; /* seconds */
 };
+
+static double step_behind(struct pacing *pacing, const struct machine *machine, uint32_t rows, uint32_t n_decodes, uint32_t past)
+{
+    struct pacing_step done = {rows, n_decodes, past + rows / 2.0};
+    double seconds = machine->fixed + machine->a_row * (rows + n_decodes) + machine->a_pair * rows * done.keys;
+    pacing_observe(pacing, &done, seconds);
+    return seconds;
+}
 
 static double step(struct pacing *pacing, const struct machine *machine, uint32_t rows, uint32_t n_decodes)
 {
-    double seconds = machine->fixed + machine->a_row * (rows + n_decodes);
-    pacing_observe(pacing, rows, n_decodes, seconds);
-    return seconds;
+    return step_behind(pacing, machine, rows, n_decodes, 0);
 }
 
 /* Seconds of a step with a chunk after `steps` of them. */
@@ -26,7 +33,7 @@ static double settle(const struct machine *machine, uint32_t n_decodes, int step
     for (int i = 0; i < 5 && n_decodes; i++)
         step(&pacing, machine, 0, n_decodes);
     for (int i = 0; i < steps; i++)
-        seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes), n_decodes);
+        seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes, 0), n_decodes);
     return seconds;
 }
 
@@ -37,7 +44,7 @@ static void steps_settle_near_their_target(void **state)
     assert_true(settle(&usual, 4, 60) > 0.017 && settle(&usual, 4, 60) < 0.027); /* 2.5 decode steps */
     assert_true(settle(&usual, 0, 60) > 0.4 && settle(&usual, 0, 60) < 0.6);
     assert_true(settle(&quick, 4, 60) > 0.014 && settle(&quick, 4, 60) < 0.025); /* the least */
-    assert_true(settle(&slow, 2, 60) > 0.3 && settle(&slow, 2, 60) < 0.55); /* the most, which is less */
+    assert_true(settle(&slow, 2, 60) > 0.3 && settle(&slow, 2, 60) < 0.55);      /* the most, which is less */
     assert_true(settle(&slow, 0, 60) > 0.35 && settle(&slow, 0, 60) < 0.6);
     assert_true(settle(&slowest, 1, 60) < 5); /* the least chunk */
 }
@@ -50,10 +57,34 @@ static void a_machine_that_slows_down_is_followed_in_a_few_steps(void **state)
 
     pacing_init(&pacing, 8192, 0);
     for (int i = 0; i < 60; i++)
-        step(&pacing, &before, pacing_rows(&pacing, 4), 4);
+        step(&pacing, &before, pacing_rows(&pacing, 4, 0), 4);
     for (int i = 0; i < 5; i++)
-        seconds = step(&pacing, &after, pacing_rows(&pacing, 4), 4);
+        seconds = step(&pacing, &after, pacing_rows(&pacing, 4, 0), 4);
     assert_true(seconds < 0.07);
+}
+
+/* Two long prompts one after the other: the chunk shrinks as the first one grows, and at the start of the second it is known at
+ * once how much a shallow row costs. */
+static void a_chunk_follows_the_depth_of_its_prompt(void **state)
+{
+    const struct machine deep = {0.006, 0.0002, 6e-8};
+    struct pacing pacing;
+    uint32_t shallow = 0, rows = 0;
+    int n_long = 0;
+
+    pacing_init(&pacing, 8192, 0);
+    for (int i = 0; i < 5; i++)
+        step(&pacing, &deep, 0, 4);
+    for (int prompt = 0; prompt < 2; prompt++)
+        for (uint32_t past = 0; past < 8000; past += rows) {
+            rows = pacing_rows(&pacing, 4, past);
+            shallow = past ? shallow : rows;
+            double seconds = step_behind(&pacing, &deep, rows, 4, past);
+            n_long += seconds > 0.024;
+        }
+    assert_true(shallow >= 40); /* 66 take 20 ms */
+    assert_true(rows >= 16 && rows < 30);
+    assert_true(n_long <= 2);
 }
 
 static void a_chunk_is_never_over_what_a_step_may_hold(void **state)
@@ -62,13 +93,13 @@ static void a_chunk_is_never_over_what_a_step_may_hold(void **state)
 
     pacing_init(&pacing, 64, 0);
     for (int i = 0; i < 50; i++)
-        pacing_observe(&pacing, 64, 0, 0.0001);
-    assert_int_equal(pacing_rows(&pacing, 0), 64);
-    assert_int_equal(pacing_rows(&pacing, 60), 4);
-    assert_int_equal(pacing_rows(&pacing, 64), 0);
+        pacing_observe(&pacing, &(struct pacing_step){64, 0, 32}, 0.0001);
+    assert_int_equal(pacing_rows(&pacing, 0, 0), 64);
+    assert_int_equal(pacing_rows(&pacing, 60, 0), 4);
+    assert_int_equal(pacing_rows(&pacing, 64, 0), 0);
     pacing_init(&pacing, 64, 17);
-    assert_int_equal(pacing_rows(&pacing, 0), 17);
-    assert_int_equal(pacing_rows(&pacing, 60), 4);
+    assert_int_equal(pacing_rows(&pacing, 0, 0), 17);
+    assert_int_equal(pacing_rows(&pacing, 60, 0), 4);
 }
 
 int main(void)
@@ -76,6 +107,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(steps_settle_near_their_target),
         cmocka_unit_test(a_machine_that_slows_down_is_followed_in_a_few_steps),
+        cmocka_unit_test(a_chunk_follows_the_depth_of_its_prompt),
         cmocka_unit_test(a_chunk_is_never_over_what_a_step_may_hold),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
