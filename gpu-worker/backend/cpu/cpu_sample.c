@@ -15,7 +15,7 @@
 #include <string.h>
 #include "gpu-worker/backend/sample_noise.h"
 
-enum { LANES = 16, STRETCH = 256, NEAR_MAX = 4096 };
+enum { LANES = 16, STRETCH = 256, NEAR_MAX = 4096, PASSED = 128 };
 
 /* A NaN logit can never be drawn; +inf stays finite, so that differences do. */
 static inline float finite_or_low(float x)
@@ -45,6 +45,13 @@ static float largest(const float *x, uint32_t n)
 static uint32_t first_equal(const float *x, uint32_t n, float value)
 {
     uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        int found = 0;
+        for (int lane = 0; lane < LANES; lane++)
+            found |= x[i + lane] == value;
+        if (found)
+            break;
+    }
     while (i < n && x[i] != value)
         i++;
     return i;
@@ -337,6 +344,94 @@ static bool weigh_row(const float *logits, uint32_t n, const struct sample_row *
     return false;
 }
 
+static bool is_unfiltered(uint32_t n, const struct sample_row *row)
+{
+    return !(row->top_k && row->top_k < n) && !(row->top_p < 1) && !(row->min_p > 0);
+}
+
+/* The same expression as weigh_row()'s: the same bits. It grows with z. */
+static inline float weight_of(float z, float max, const struct sample_row *row)
+{
+    return (z - max) / row->temperature + 0.0f;
+}
+
+/* Ids of a stretch that can win by their weight. A NaN cannot. */
+struct candidates {
+    float w[PASSED], noise[PASSED];
+    uint32_t ids[PASSED + 1], n;
+};
+
+static void find_candidates(const float *z, uint32_t first, uint32_t end, const struct sample_row *row, float max, float least,
+                            struct candidates *out)
+{
+    float w[PASSED];
+    uint32_t n = 0;
+
+    for (uint32_t id = first; id < end; id++)
+        w[id - first] = weight_of(z[id], max, row);
+    for (uint32_t id = first; id < end; id++) {
+        out->ids[n] = id;
+        n += w[id - first] >= least;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        out->w[i] = w[out->ids[i] - first];
+    out->n = n;
+}
+
+/* Apart from the comparisons, so that it vectorizes. */
+static void add_noise(const struct sample_row *row, struct candidates *some)
+{
+    uint32_t choice = row->choice, position = row->position, n = (some->n + LANES - 1) / LANES * LANES;
+    uint64_t seed = row->seed;
+
+    for (uint32_t i = some->n; i < n; i++)
+        some->ids[i] = 0;
+    for (uint32_t i = 0; i < n; i++)
+        some->noise[i] = sample_noise(seed, choice, position, some->ids[i]);
+}
+
+/* draw() where every id is a candidate, without weights in memory: a stretch whose largest value cannot win is passed over. */
+static uint32_t draw_from_all(const float *z, uint32_t n, const struct sample_row *row, float max, uint32_t likely)
+{
+    struct candidates some;
+    uint32_t best = likely;
+    float score = weight_of(z[likely], max, row) + sample_noise(row->seed, row->choice, row->position, likely);
+
+    for (uint32_t first = 0; first < n; first += PASSED) {
+        uint32_t end = n - first < PASSED ? n : first + PASSED;
+        float least = score - SAMPLE_NOISE_MAX; /* a tenth below what could win: more than the rounding of the difference */
+        if (!(weight_of(largest(z + first, end - first), max, row) >= least))
+            continue;
+        find_candidates(z, first, end, row, max, least, &some);
+        add_noise(row, &some);
+        for (uint32_t i = 0; i < some.n; i++) {
+            float s = some.w[i] + some.noise[i];
+            if (s > score || (s == score && some.ids[i] < best)) {
+                score = s;
+                best = some.ids[i];
+            }
+        }
+    }
+    return best;
+}
+
+/* At a temperature, without top-k, top-p and min-p: the logits are read twice and, mostly, not written. */
+static uint32_t sample_unfiltered(const float *logits, uint32_t n, const struct sample_row *row, float *scratch)
+{
+    const float *z = logits;
+    float max = largest(z, n);
+
+    if (!is_plain(row) || max > FLT_MAX) {
+        adjust(logits, n, row, scratch);
+        z = scratch;
+        max = largest(z, n);
+    }
+    uint32_t likely = first_equal(z, n, max);
+    if (likely == n || max == -INFINITY)
+        return first_allowed(n, row);
+    return draw_from_all(z, n, row, max, likely);
+}
+
 static uint32_t row_vocab(uint32_t n_vocab, const struct sample_row *row)
 {
     return row->n_vocab && row->n_vocab < n_vocab ? row->n_vocab : n_vocab;
@@ -347,7 +442,10 @@ void sample_row_cpu(const float *logits, uint32_t n_vocab, const struct sample_r
 {
     uint32_t n = row_vocab(n_vocab, row), likely;
 
-    result->id = weigh_row(logits, n, row, scratch, &likely) ? draw(scratch, n, row, likely) : likely;
+    if (row->temperature > SAMPLE_GREEDY_BELOW && is_unfiltered(n, row))
+        result->id = sample_unfiltered(logits, n, row, scratch);
+    else
+        result->id = weigh_row(logits, n, row, scratch, &likely) ? draw(scratch, n, row, likely) : likely;
     sample_logprobs_cpu(logits, n_vocab, row, scratch, result);
 }
 

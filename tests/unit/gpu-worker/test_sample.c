@@ -324,6 +324,28 @@ static void no_input_gives_an_id_out_of_range_or_a_nan(void **state)
     }
 }
 
+/* A min-p that keeps whatever could win takes the long way: weights in memory and a filter. */
+static void rows_without_a_filter_draw_what_a_filter_that_drops_nothing_draws(void **state)
+{
+    static const float temperatures[] = {1.1e-5f, 0.3f, 0.7f, 1, 5, FLT_MAX}, odd[] = {INFINITY, -INFINITY, NAN, FLT_MAX};
+    static float logits[3000];
+
+    for (uint32_t trial = 0; trial < 1500; trial++) {
+        uint32_t n = 1 + trial * 7919 % 3000;
+        for (uint32_t i = 0; i < n; i++)
+            logits[i] = (float)(1 + trial % 3) * sample_noise(trial, 1, 0, i);
+        if (trial % 4 == 0)
+            logits[trial % n] = odd[trial / 4 % 4];
+        struct sample_bias bias = {trial % 97, 3};
+        struct sample_row row = plain_row(temperatures[trial % 6]), filtered;
+        row.seed = trial;
+        row.biases = &bias, row.n_biases = trial % 5 == 0;
+        filtered = row;
+        filtered.min_p = 1e-37f;
+        assert_int_equal(sample(logits, n, &row), sample(logits, n, &filtered));
+    }
+}
+
 static void padding_rows_are_never_drawn(void **state)
 {
     float logits[VOCAB];
@@ -404,6 +426,7 @@ int main(void)
         cmocka_unit_test(top_k_and_top_p_keep_exact_prefixes),
         cmocka_unit_test(top_p_keeps_its_first_token),
         cmocka_unit_test(tiny_temperatures_are_greedy),
+        cmocka_unit_test(rows_without_a_filter_draw_what_a_filter_that_drops_nothing_draws),
         cmocka_unit_test(no_input_gives_an_id_out_of_range_or_a_nan),
         cmocka_unit_test(padding_rows_are_never_drawn),
         cmocka_unit_test(logprobs_are_of_the_raw_logits_and_sorted),
