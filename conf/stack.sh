@@ -193,6 +193,9 @@ curl -si $url $json -d @$questions/question-2.json
 redis-cli -p $REDIS_PORT --raw --eval redis-schemas/workers.lua 'kvgate:{$MODEL_NAME}:meta' , table
 redis-cli -p $REDIS_PORT --raw --eval redis-schemas/owners.lua 'kvgate:{$MODEL_NAME}:meta' , \$($B/kvgate-prompt chain --model $MODEL --name $MODEL_NAME <$questions/question-1.json | tail -n 1)
 
+# the same at a glance: workers, load, hit rates, the last decisions and why (a page for browsers, JSON for curl)
+curl -s http://127.0.0.1:$PORT/kvgate
+
 # the end
 make stop
 TEXT

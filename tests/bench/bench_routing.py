@@ -25,7 +25,7 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
-from conftest import BUILD, ROOT  # noqa: E402
+from conftest import BUILD  # noqa: E402
 from fleet import Fleet, Rates  # noqa: E402
 from schemas import FINGERPRINT, SCHEMA, Schemas, source  # noqa: E402
 from stack import Redis  # noqa: E402
@@ -242,11 +242,11 @@ def show(results, load, kvgate, took):
 
 
 def main():
-    trace = os.environ.get("TRACE") or os.path.join(ROOT, "..", "shared", "traces", "conversation_trace.jsonl")
+    trace = os.environ.get("TRACE", "")
     gateways = int(os.environ.get("GATEWAYS") or 1)
     loads = [float(x) for x in (os.environ.get("LOAD") or "1 1.4").split()]
     if not os.path.exists(trace):
-        sys.exit(f"bench-routing: no trace at {trace}: give one by TRACE=FILE")
+        sys.exit(f"bench-routing: {f'no file {trace}' if trace else 'no trace'}: give one in the Mooncake JSONL format by TRACE=FILE")
     rates = Rates()
     requests = read_trace(trace, rates.block)
     print(f"{len(requests)} requests, {WORKERS} workers, {gateways} gateway(s)\n")

@@ -39,6 +39,13 @@ def test_make_targets_exist(name):
             assert word in targets or word.endswith("-") and any(t.startswith(word) for t in targets), f"{name}: make {word}"
 
 
+def test_make_help_names_every_target():
+    names = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", text("Makefile"), re.M).group(1).replace("\\\n", " ")
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in re.sub(r"\$\([^)]*\)", "", names).split():
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", listed), f"make help: no {name}"
+
+
 @pytest.mark.parametrize("name", ["README.md", "gpu-worker/README.md", "conf/worker.env", "docker-compose.yml"])
 def test_worker_flags_exist(name):
     known = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--help"], capture_output=True, text=True, check=True).stdout
