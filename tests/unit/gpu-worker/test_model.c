@@ -10,6 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 #include <cmocka.h>
+#include "gpu-worker/backend/sampling.h"
 #include "gpu-worker/model/model.h"
 #include "tests/unit/gpu-worker/sanitized.h"
 
@@ -253,6 +254,37 @@ static void test_bad_options_are_refused_by_name(void **unused)
     assert_true(model_open(&model, &options, &err) != 0);
 }
 
+/* A brief batch scores the first ids alone, with the same bits, and draws among them. */
+static void test_a_brief_batch_scores_the_first_ids(void **unused)
+{
+    struct model_options options = {
+        .path = MODEL, .threads = 1, .max_rows = 64, .max_seqs = 8, .max_outputs = 16, .scored = 1000};
+    struct sample_row row = {.temperature = 0, .top_p = 1, .repetition_penalty = 1};
+    uint32_t blocks[2] = {0, 1}, outputs[2] = {8, 19};
+    struct model_seq seq = {0, 20, 0, blocks, 2};
+    struct model_batch batch = {20, prompts[0], 1, &seq, 2, outputs};
+    struct sample_result result;
+    float whole[2][1000];
+    struct kvg_error err;
+    struct model *model;
+
+    assert_int_equal(model_open(&model, &options, &err), 0);
+    assert_int_equal(model_kv_alloc(model, 4, BLOCK, NULL), 0);
+    assert_int_equal(model_info(model)->scored, 1000);
+    assert_int_equal(model_forward(model, &batch, &err), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        memcpy(whole[i], model_logits(model) + (size_t)i * model_info(model)->n_vocab, sizeof whole[i]);
+    batch.brief = true;
+    assert_int_equal(model_forward(model, &batch, &err), 0);
+    assert_memory_equal(model_logits(model), whole, sizeof whole);
+    row.output = 1;
+    assert_int_equal(model_sample(model, &row, 1, &result, &err), 0);
+    assert_true(result.id < 1000);
+    for (uint32_t id = 0; id < 1000; id++)
+        assert_true(whole[1][id] <= whole[1][result.id]);
+    model_close(model);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -261,6 +293,7 @@ int main(void)
         cmocka_unit_test(test_bad_batches_are_refused),
         cmocka_unit_test(test_open_reports_the_model_and_its_progress),
         cmocka_unit_test(test_bad_options_are_refused_by_name),
+        cmocka_unit_test(test_a_brief_batch_scores_the_first_ids),
     };
     if (access(MODEL, R_OK) != 0) {
         print_message("skipped: %s is not there (make models)\n", MODEL);
