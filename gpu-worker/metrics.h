@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include "libprompt/json.h"
 
-enum { HISTOGRAM_BUCKETS = 24, SPEC_POSITIONS = 16 };
+enum { HISTOGRAM_BUCKETS = 24, SPEC_POSITIONS = 32 };
 
 struct histogram {
     const double *bounds; /* ascending upper bounds; the last bucket is +Inf */

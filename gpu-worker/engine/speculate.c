@@ -19,7 +19,7 @@ enum {
     PROBE_FIRST = 16,     /* at first and after a failure, */
     PROBE_LAST = 256,     /* and at most, after many */
     PLAIN_EVERY = 256,    /* steps before one without drafts is measured again */
-    MOST_DRAFTS = 16,     /* of one sequence */
+    MOST_DRAFTS = 32,     /* of one sequence */
     RECENT = 64,          /* tokens that tell whether brief drafts will do */
 };
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
@@ -38,6 +38,7 @@ struct speculator {
     uint64_t number; /* of the sequence + 1 */
     uint32_t preemptions;
     uint32_t limit, since_move;
+    uint32_t in_a_row;         /* drafts accepted since the last one that was not */
     double drafted, accepted;  /* of the window */
     uint32_t behind;           /* the last run of four tokens and more stood so far back; 0 = none yet */
     uint32_t level;            /* of the match that this step's drafts follow, or BY_MODEL */
@@ -131,7 +132,7 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->number = seq->number + 1;
     slot->preemptions = seq->preemptions;
     slot->limit = spec->options.fixed ? spec->options.fixed : spec->options.start;
-    slot->since_move = slot->idle = 0;
+    slot->since_move = slot->idle = slot->in_a_row = 0;
     slot->drafted = slot->accepted = 0;
     slot->probe_wait = PROBE_FIRST;
     for (int i = 0; i < LEVELS; i++)
@@ -233,6 +234,16 @@ static void look_beyond(struct speculator *slot, const struct sequence *seq)
         slot->beyond += (seq->ids[slot->n_looked] >= DRAFTER_BRIEF) - slot->beyond / RECENT;
 }
 
+/* Drafts that the sequence may have. In a copy a further draft from the context costs a row and no time of a drafter: there it
+ * may have as many as were accepted since the last that was not. */
+static uint32_t most_of(const struct speculate *spec, const struct candidate *c, uint32_t room)
+{
+    bool copies = !c->by_model && !spec->options.fixed && c->share > raise_over && c->slot->in_a_row > c->slot->limit;
+    uint32_t most = copies ? c->slot->in_a_row : c->slot->limit;
+    most = most < MOST_DRAFTS ? most : MOST_DRAFTS;
+    return most < room ? most : room;
+}
+
 static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
 {
     uint32_t n = 0, pending = 0;
@@ -254,6 +265,7 @@ static uint32_t find_candidates(struct speculate *spec, struct sequence *const *
             slot->n_drafted_kv = seq->n_ids - 1; /* drafts behind it were rejected */
         if (c.most == 0 || !find_guess(spec, &c))
             continue;
+        c.most = most_of(spec, &c, room);
         spec->candidates[n++] = c;
     }
     bool as_before = spec->last_prefill && pending > spec->last_prefill;
@@ -511,7 +523,7 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
         c->seq->n_drafts = c->n;
         if (c->n) {
             n_drafting++;
-            m->spec_limit = c->seq->speculation.most = c->slot->limit;
+            m->spec_limit = c->seq->speculation.most = c->most > c->slot->limit ? c->most : c->slot->limit;
             c->seq->speculation.gain = m->spec_goodput_gain;
         }
     }
@@ -571,6 +583,7 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
         learn(&spec->rates[slot->sure[i]], window_all, 1, i < n_accepted);
     }
     move_limit(spec, slot, n_proposed, n_accepted);
+    slot->in_a_row = n_accepted < n_proposed ? 0 : slot->in_a_row + n_accepted;
     if (n_accepted == n_proposed)
         slot->probe_wait = PROBE_SOON;
     else if (n_accepted == 0)

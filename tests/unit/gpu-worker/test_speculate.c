@@ -86,12 +86,35 @@ static void the_limit_follows_the_acceptance(void **state)
     step(1, 1, 1, 0);
     assert_int_equal(metrics.spec_limit, 5);
     steps(1, 40, 1, 1, 0);
+    while (metrics.spec_limit > 10) /* as for a copy */
+        step(1, 0.6, 1, 0);
     assert_int_equal(metrics.spec_limit, 10);
     assert_int_equal(seqs[0].n_drafts, 10);
     steps(1, 200, 0.05, 1, 0);
     assert_int_equal(metrics.spec_limit, 2);
     steps(1, 300, 1, 1, 0);
-    assert_int_equal(metrics.spec_limit, 10);
+    assert_int_equal(metrics.spec_limit, 32);
+    speculate_close(spec);
+}
+
+/* A copy: nearly all is accepted, so the limit of the window would only be in the way, as long as further rows pay. */
+static void copies_are_as_long_as_it_pays(void **state)
+{
+    open_world(1, (struct speculate_options){0});
+    steps(1, 100, 1, 1, 0);
+    assert_int_equal(metrics.spec_limit, 32);
+    assert_int_equal(seqs[0].n_drafts, 32);
+    steps(1, 400, 0.97, 1, 0.02);
+    double each = (double)n_drafts / (double)n_steps;
+    assert_true(each > 10 && each < 32);
+    assert_true((double)n_tokens / seconds > 9); /* ten drafts would come to 7.8 */
+    seqs[0].limit = seqs[0].n_ids + 8;
+    steps(1, 1, 1, 1, 0);
+    assert_in_range(seqs[0].n_drafts, 1, 7);
+    speculate_close(spec);
+    open_world(1, (struct speculate_options){0});
+    steps(1, 400, 1, 0, 1); /* a row costs all that it gives */
+    assert_true(n_drafts < 100);
     speculate_close(spec);
 }
 
@@ -99,6 +122,8 @@ static void a_start_beyond_the_range_widens_it(void **state)
 {
     open_world(1, (struct speculate_options){.start = 14});
     steps(1, 100, 1, 1, 0);
+    while (metrics.spec_limit > 14)
+        step(1, 0.6, 1, 0);
     assert_int_equal(metrics.spec_limit, 14);
     speculate_close(spec);
     open_world(1, (struct speculate_options){.start = 1});
@@ -204,6 +229,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_limit_follows_the_acceptance),
+        cmocka_unit_test(copies_are_as_long_as_it_pays),
         cmocka_unit_test(a_start_beyond_the_range_widens_it),
         cmocka_unit_test(drafts_that_do_not_pay_are_rare),
         cmocka_unit_test(a_large_batch_drafts_less),
