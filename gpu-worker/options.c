@@ -62,14 +62,16 @@ static const struct flag flags[] = {
      "default: none"},
     {"scheduling-policy", CHOICE, AT(scheduling_policy), "fcfs|priority",
      "order of waiting requests; priority: lower numbers first; default fcfs"},
-    {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE",
+    {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE[,ngram]",
      "draft several tokens and verify them in one step; ngram: what followed the last tokens when they "
-     "stood in the context before; FILE: this and a smaller model with the same vocabulary, a GGUF file; default: none"},
+     "stood in the context before; FILE: this and a smaller model with the same vocabulary, a GGUF file, whichever pays more for "
+     "a request (\",ngram\" only spells that out); default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
      MOST_SPECULATIVE},
     {"speculative-config", TEXT, AT(speculative_config), "JSON",
-     "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}"},
+     "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}, "
+     "the latter with any \"method\" for both kinds of drafts"},
     {"spec-accept", CHOICE, AT(spec_accept), "coupled|rejection|argmax|top-p",
      "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts, so the same answers to the bit; "
      "rejection: by chance, so that answers follow the same distribution but are other ones; argmax (lossy): the most likely "
@@ -287,11 +289,23 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
     kvg_arena_free(&arena);
     if (code == KVG_OK && by_model && !options->draft_buffer[0])
         return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"draft_model\", but \"model\" names no file");
-    if (code == KVG_OK && !by_model && options->speculative_model && options->draft_buffer[0])
-        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"ngram\", which takes no \"model\"");
     if (options->draft_buffer[0])
         options->speculative_model = options->draft_buffer;
     return code;
+}
+
+/* "FILE,ngram" is FILE: lookup is always on beside a draft model. */
+static void drop_ngram(struct options *options)
+{
+    static const char also[] = ",ngram";
+    const char *model = options->speculative_model;
+    size_t len = model ? strlen(model) : 0, extra = sizeof also - 1;
+
+    if (len <= extra || len - extra >= sizeof options->draft_buffer || strcmp(model + len - extra, also) != 0)
+        return;
+    memmove(options->draft_buffer, model, len - extra);
+    options->draft_buffer[len - extra] = '\0';
+    options->speculative_model = options->draft_buffer;
 }
 
 static int check_speculation(struct options *options, struct kvg_error *err)
@@ -303,6 +317,7 @@ static int check_speculation(struct options *options, struct kvg_error *err)
         if (read_speculative_config(options, err) < 0)
             return KVG_INVALID;
     }
+    drop_ngram(options);
     if (options->num_speculative_tokens && !options->speculative_model)
         return kvg_fail(err, KVG_INVALID, "%s without %s drafts nothing",
                         options->speculative_config ? "--speculative-config: \"num_speculative_tokens\""

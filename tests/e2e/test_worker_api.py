@@ -511,14 +511,16 @@ def test_flags_are_checked(build, models):
                   ["--model", model, "--speculative-config", '{"method": "ngram", "draft_tensor_parallel_size": 2}'],
                   ["--model", model, "--speculative-config", '{"num_speculative_tokens": 5}'],
                   ["--model", model, "--speculative-config", '{"method": "draft_model"}'],
-                  ["--model", model, "--speculative-config", '{"method": "ngram", "model": "x.gguf"}'],
+                  ["--model", model, "--speculative-config", '{"model": ""}'],
                   ["--model", model, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 17}'],
                   ["--model", model, "--speculative-model", "ngram", "--speculative-config", '{"method": "ngram"}']):
         done = run_flags(program, *flags)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (flags, done)
     for flags in (["--model", "/nonexistent"], ["--model", model, "--device", "cuda"],
                   ["--model", model, "--speculative-model", "/nonexistent"],
-                  ["--model", model, "--speculative-config", '{"model": "/nonexistent"}']):
+                  ["--model", model, "--speculative-model", "/nonexistent,ngram"],
+                  ["--model", model, "--speculative-config", '{"model": "/nonexistent"}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "model": "/nonexistent"}']):
         done = run_flags(program, *flags)
         assert done.returncode not in (0, 2) and "error" in done.stderr.splitlines()[-1], (flags, done)
 
