@@ -15,6 +15,7 @@
 #include "tests/unit/gpu-worker/sanitized.h"
 
 static unsigned off_by_row, off_by_draft;
+static int late_counts; /* a third mistake: penalties know of a run's tokens only when the run is over */
 #define BATCH_OFF_BY_ROW   off_by_row
 #define BATCH_OFF_BY_DRAFT off_by_draft
 #include "gpu-worker/engine/batch.c"
@@ -29,7 +30,7 @@ static void make_tables(void)
 {
     for (uint32_t i = 0; i < VOCAB; i++)
         for (uint32_t j = 0; j < VOCAB; j++) {
-            target[i][j] = 0.4f * (float)((i * 3 + j * 7) % VOCAB) + 0.01f * (float)j;
+            target[i][j] = 0.4f * (float)((i * 3 + j * 7) % VOCAB) + 0.01f * (float)j - 1.5f;
             guess[i][j] = 0.4f * (float)((i * 3 + j * 7 + j % 3) % VOCAB) + 0.02f * (float)i;
         }
 }
@@ -82,6 +83,13 @@ static void draft(struct chain *chain, uint32_t n, bool by_lookup)
     }
 }
 
+static void commit(struct sequence *seq, uint32_t id)
+{
+    seq->ids[seq->n_ids++] = id;
+    if (seq->counts && !late_counts)
+        sequence_count(seq, id);
+}
+
 static void step(struct chain *chain, enum accept_rule rule)
 {
     struct sequence *seq = &chain->seq;
@@ -89,6 +97,7 @@ static void step(struct chain *chain, enum accept_rule rule)
     struct plan_entry entry = {.seq = seq, .n_rows = 1 + seq->n_drafts, .n_drafts = seq->n_drafts, .samples = true};
     struct draw *draw = batch->draws;
     float scratch[VOCAB];
+    uint32_t from = seq->n_ids;
     bool accepted = true;
 
     seq->n_computed = seq->n_ids - 1;
@@ -107,9 +116,11 @@ static void step(struct chain *chain, enum accept_rule rule)
         }
         chain->n_accepted += accepted;
         chain->seen[seq->ids[seq->n_ids - 1]][batch->results->id]++;
-        seq->ids[seq->n_ids++] = batch->results->id;
+        commit(seq, batch->results->id);
         draw->output++;
     }
+    for (; late_counts && from < seq->n_ids; from++)
+        sequence_count(seq, seq->ids[from]);
 }
 
 static struct chain *draw_chain(struct engine_params params, enum accept_rule rule, bool by_lookup, uint32_t n_draws)
@@ -242,6 +253,131 @@ static void drafts_weighed_by_the_next_ones_chances_are_found_out(void **state)
     off_by_draft = 0;
 }
 
+/* ---- penalties: answers of three tokens, whose chances depend on those before -----------------------------------------------
+ */
+
+enum { ANSWER = 3, N_ANSWERS = VOCAB * VOCAB * VOCAB };
+
+static struct engine_params penalties_of(int i)
+{
+    struct engine_params params = params_of(9);
+
+    params.presence_penalty = i == 0 || i == 3 ? 1.5f : 0;
+    params.frequency_penalty = i == 1 || i == 3 ? 1.2f : 0;
+    params.repetition_penalty = i == 2 || i == 3 ? 2 : 1;
+    return params;
+}
+
+static const char *const penalty_names[] = {"presence", "frequency", "repetition", "all three penalties"};
+
+/* The chance of each answer after token 0. */
+static void expected_answers(const struct engine_params *params, double *chances)
+{
+    for (uint32_t answer = 0; answer < N_ANSWERS; answer++) {
+        uint32_t ids[1 + ANSWER] = {0, answer / (VOCAB * VOCAB), answer / VOCAB % VOCAB, answer % VOCAB};
+        chances[answer] = 1;
+        for (uint32_t n = 1; n <= ANSWER; n++) {
+            float z[VOCAB];
+            double p[VOCAB];
+            memcpy(z, target[ids[n - 1]], sizeof z);
+            for (uint32_t j = 0; j < VOCAB; j++) {
+                uint32_t times = 0;
+                for (uint32_t k = 1; k < n; k++)
+                    times += ids[k] == j;
+                if (times || j == 0)
+                    z[j] = z[j] > 0 ? z[j] / params->repetition_penalty : z[j] * params->repetition_penalty;
+                if (times)
+                    z[j] -= params->presence_penalty + params->frequency_penalty * (float)times;
+            }
+            expected(z, params, p);
+            chances[answer] *= p[ids[n]];
+        }
+    }
+}
+
+/* In standard deviations of a chi-square over all answers, the rare ones together. */
+static double surprise_of_answers(const uint32_t *seen, uint32_t n, const struct engine_params *params)
+{
+    static double chances[N_ANSWERS];
+    double chi = 0, freedom = -1, rare = 0, rare_seen = 0;
+
+    expected_answers(params, chances);
+    for (uint32_t i = 0; i < N_ANSWERS; i++) {
+        double want = n * chances[i];
+        if (want < 10) {
+            rare += want;
+            rare_seen += seen[i];
+            continue;
+        }
+        chi += (seen[i] - want) * (seen[i] - want) / want;
+        freedom++;
+    }
+    if (rare > 10) {
+        chi += (rare_seen - rare) * (rare_seen - rare) / rare;
+        freedom++;
+    }
+    return (chi - freedom) / sqrt(2 * freedom);
+}
+
+static uint32_t draw_answer(struct chain *chain, enum accept_rule rule, bool by_lookup)
+{
+    struct sequence *seq = &chain->seq;
+
+    chain->request.params.seed++;
+    seq->n_ids = seq->n_counts = 1;
+    seq->counts[0] = (struct sample_count){.id = 0, .prompt = 1};
+    while (seq->n_ids <= ANSWER) {
+        uint32_t left = ANSWER - seq->n_ids;
+        draft(chain, left < 2 || chain->request.params.seed % 3 == 0 ? left : 2, by_lookup);
+        step(chain, rule);
+    }
+    return (seq->ids[1] * VOCAB + seq->ids[2]) * VOCAB + seq->ids[3];
+}
+
+static void check_penalties(enum accept_rule rule, int i, bool by_lookup, bool planted)
+{
+    static uint32_t seen[N_ANSWERS];
+    uint32_t n = planted ? FEW_DRAWS : DRAWS / (i == 3 && !by_lookup ? 1 : 4) / ANSWER;
+    struct chain *chain = open_chain(penalties_of(i), ANSWER);
+    struct sample_count counts[VOCAB];
+
+    memset(seen, 0, sizeof seen);
+    chain->seq.counts = counts;
+    for (uint32_t k = 0; k < n; k++)
+        seen[draw_answer(chain, rule, by_lookup)]++;
+    double far = surprise_of_answers(seen, n, &chain->request.params);
+    print_message("%s, %s, drafts by %s%s: %u answers, %llu of %llu drafts accepted, %.1f sigma\n",
+                  rule == ACCEPT_COUPLED ? "coupled" : "rejection", penalty_names[i], by_lookup ? "lookup" : "a model",
+                  planted ? ", with a mistake" : "", n, (unsigned long long)chain->n_accepted,
+                  (unsigned long long)chain->n_drafted, far);
+    assert_true(chain->n_accepted > 0);
+    if (planted)
+        assert_true(far > 10);
+    else
+        assert_true(far < 4);
+    close_chain(chain);
+}
+
+static void penalties_know_the_tokens_before_in_the_run(void **state)
+{
+    for (int i = 0; i < 4; i++)
+        check_penalties(ACCEPT_REJECTION, i, false, false);
+    check_penalties(ACCEPT_REJECTION, 3, true, false);
+    check_penalties(ACCEPT_COUPLED, 3, false, false);
+}
+
+static void penalties_that_come_late_are_found_out(void **state)
+{
+    late_counts = 1;
+    for (int i = 0; i < 4; i++)
+        check_penalties(ACCEPT_REJECTION, i, false, true);
+    check_penalties(ACCEPT_COUPLED, 3, false, true);
+    late_counts = 0;
+    off_by_draft = 1;
+    check_penalties(ACCEPT_REJECTION, 3, false, true);
+    off_by_draft = 0;
+}
+
 static void the_seed_decides(void **state)
 {
     struct engine_params params = params_of(1);
@@ -364,6 +500,41 @@ static void excluded_drafts_are_rejected(void **state)
     }
 }
 
+/* 8193 ids in an output matrix of 8320 rows, those beyond being the likeliest: neither a draft's replacement nor what is left of
+ * the distribution is ever one of them. */
+static void no_token_is_beyond_the_vocabulary(void **state)
+{
+    enum { IDS = 8193, ROWS = 8320 };
+    float *logits = malloc(ROWS * sizeof *logits), *q = malloc(IDS * sizeof *q), *scratch = malloc(ROWS * sizeof *scratch);
+    struct sample_result result;
+    uint32_t n_last = 0, n_replaced = 0;
+
+    for (uint32_t id = 0; id < ROWS; id++) {
+        logits[id] = id < IDS ? 0.01f * (float)(id % 7) : 9;
+        if (id < IDS)
+            q[id] = id % 2 ? 2.0f / (IDS - 1) : 0;
+    }
+    logits[IDS - 1] = 8; /* a quarter of the probability */
+    for (uint32_t seed = 0; seed < 2000; seed++)
+        for (int rule = ACCEPT_COUPLED; rule <= ACCEPT_TOP_P; rule++) {
+            struct sample_row row = plain;
+            struct accept_draft draft = {.id = seed % (IDS / 2) * 2 + 1, .q = q};
+            row.seed = seed;
+            row.n_vocab = IDS;
+            row.top_p = seed % 4 == 1 ? 0.95f : 1;
+            row.top_k = seed % 4 == 2 ? 6000 : 0;
+            sample_row_cpu(logits, ROWS, &row, scratch, &result);
+            assert_true(result.id < IDS);
+            n_replaced += !accept_draft(rule, logits, ROWS, &row, &draft, scratch, &result);
+            assert_true(result.id < IDS);
+            n_last += result.id == IDS - 1;
+        }
+    assert_true(n_replaced > 4000 && n_last > 500);
+    free(logits);
+    free(q);
+    free(scratch);
+}
+
 static int set_up(void **state)
 {
     make_tables();
@@ -376,12 +547,15 @@ int main(void)
         cmocka_unit_test(tokens_follow_the_models_distribution),
         cmocka_unit_test(drafts_verified_by_their_own_row_are_found_out),
         cmocka_unit_test(drafts_weighed_by_the_next_ones_chances_are_found_out),
+        cmocka_unit_test(penalties_know_the_tokens_before_in_the_run),
+        cmocka_unit_test(penalties_that_come_late_are_found_out),
         cmocka_unit_test(the_seed_decides),
         cmocka_unit_test(at_temperature_0_every_rule_takes_the_most_likely_alone),
         cmocka_unit_test(argmax_takes_the_most_likely_token_and_the_drawn_one),
         cmocka_unit_test(top_p_takes_the_tokens_that_hold_it_and_the_first_always),
         cmocka_unit_test(a_replaced_token_brings_its_own_logprob),
         cmocka_unit_test(excluded_drafts_are_rejected),
+        cmocka_unit_test(no_token_is_beyond_the_vocabulary),
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }

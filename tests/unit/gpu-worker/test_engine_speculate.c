@@ -298,6 +298,53 @@ static void drafts_are_ids_of_the_model(void **state)
     unlink(path);
 }
 
+/* 8193 ids, which fill no tile, in matrices of 8320 rows; temperature 4 makes all of them about as likely. */
+static void write_odd_vocabulary(char path[64], int seed)
+{
+    char command[512];
+
+    snprintf(path, 64, "/tmp/kvgate-odd-%d-%d.gguf", (int)getpid(), seed);
+    snprintf(command, sizeof command,
+             "PYTHONPATH=tests/tools python3 -c \"import toy_model as t; "
+             "t.random_model('%s', t.Vocabulary(pieces=['p%%d' %% i for i in range(7934)]), "
+             "t.Shape(layers=1, hidden=64, heads=2, kv_heads=1, rows=8320), seed=%d)\"",
+             path, seed);
+    if (system(command) != 0)
+        fail_msg("%s failed", command);
+}
+
+static void tokens_are_ids_of_an_odd_vocabulary(void **state)
+{
+    char model[64], draft[64];
+
+    write_odd_vocabulary(model, 1);
+    write_odd_vocabulary(draft, 2);
+    the_draft = draft;
+    for (the_rule = ACCEPT_COUPLED; the_rule <= ACCEPT_TOP_P; the_rule++) {
+        struct world w;
+        open_world(&w, model, (struct engine_options){.num_kv_blocks = 100, .fixed_drafts = 4});
+        uint32_t n_vocab = kvg_tokenizer_info(kvg_prompt_model_tokenizer(w.prompt_model))->n_vocab;
+        assert_int_equal(n_vocab, 8193);
+        for (uint32_t i = 0; i < 4; i++) {
+            struct engine_params params = default_params(SANITIZED ? 30 : 150);
+            uint32_t last = n_vocab - 1;
+            params.temperature = 4;
+            params.seed = i;
+            params.top_p = i == 3 ? 0.95f : 1;
+            run_call(&w, &have[0], &last, 1, &params);
+            assert_int_equal(have[0].choices[0].n_ids, params.max_tokens);
+            for (uint32_t k = 0; k < params.max_tokens; k++)
+                assert_true(have[0].choices[0].ids[k] < n_vocab);
+        }
+        assert_true(engine_metrics(w.engine)->spec_drafted > 100);
+        close_world(&w);
+    }
+    the_rule = ACCEPT_COUPLED;
+    the_draft = NULL;
+    unlink(model);
+    unlink(draft);
+}
+
 /* The shortest drafts of all: one token, from the shortest prompt that has one. */
 static void a_single_draft_is_verified(void **state)
 {
@@ -651,6 +698,7 @@ int main(void)
         cmocka_unit_test(a_model_guesses_itself),
         cmocka_unit_test(another_vocabulary_is_refused),
         cmocka_unit_test(drafts_are_ids_of_the_model),
+        cmocka_unit_test(tokens_are_ids_of_an_odd_vocabulary),
         cmocka_unit_test(a_single_draft_is_verified),
         cmocka_unit_test(rejected_drafts_hold_no_block),
         cmocka_unit_test(the_end_token_in_a_run_ends_it),
