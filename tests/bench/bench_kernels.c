@@ -1,6 +1,6 @@
-/* Products alone: GOP/s (2 per multiplication) of the CPU backend by shape, rows and arithmetic, the arithmetics taking turns.
+/* Products alone: GOP/s (2 per multiplication) of the CPU backend by shape, rows, instruction set and arithmetic, taking turns.
  *
- *   bench_kernels [FORMAT] [isa] [threads] [tries]
+ *   bench_kernels [FORMAT] [isa,isa,...] [threads] [tries] [rows,rows,...]
  *
  * Weights rotate through enough matrices that none stays in L2; one row's GOP/s are the rate at which weights are read.
  */
@@ -12,10 +12,10 @@
 
 enum { WEIGHT_BYTES = 48 << 20, MOST_ROWS = 512, MATRICES = 256 };
 static const char *const arithmetics[] = {"int8", "int16"};
+enum { MOST_SUBJECTS = 6, MOST_COUNTS = 32, MOST_TRIES = 64 };
 static const struct {
     uint32_t cols, rows;
-} shapes[] = {{576, 576}, {576, 1536}, {1536, 576}, {896, 4864}, {4864, 896}};
-static const uint32_t counts[] = {1, 2, 4, 8, 16, 32, 128, 512};
+} shapes[] = {{576, 576}, {576, 1536}, {1536, 576}, {896, 4864}, {4864, 896}, {1536, 8960}};
 
 static double seconds(void)
 {
@@ -44,6 +44,14 @@ struct subject {
     struct backend *backend;
     struct tensor *weights[MATRICES], *x, *out;
     uint32_t n_weights, next;
+    char isa[16];
+    const char *arithmetic;
+};
+struct plan {
+    const struct quant_format *format;
+    char isas[64];
+    uint32_t threads, counts[MOST_COUNTS], n_counts;
+    int tries;
 };
 
 static void die(const char *what, const struct kvg_error *err)
@@ -98,43 +106,68 @@ static int ascending(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-static void bench_shape(const struct quant_format *format, uint32_t cols, uint32_t rows, const char *isa, uint32_t threads,
-                        int tries)
+/* One subject for each instruction set and arithmetic that the format has; returns how many. */
+static int open_subjects(struct subject *subjects, const struct plan *plan, uint32_t rows, uint32_t cols)
 {
-    struct subject subjects[2];
-    double times[2][64];
-    for (int a = 0; a < 2; a++)
-        open_subject(&subjects[a], format, rows, cols, isa, arithmetics[a], threads);
-    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+    char isas[sizeof plan->isas], *rest = NULL;
+    int n = 0, n_arithmetics = plan->format->bits == 4 ? 2 : 1;
+    memcpy(isas, plan->isas, sizeof isas);
+    for (char *isa = strtok_r(isas, ",", &rest); isa; isa = strtok_r(NULL, ",", &rest))
+        for (int a = 0; a < n_arithmetics && n < MOST_SUBJECTS; a++, n++) {
+            open_subject(&subjects[n], plan->format, rows, cols, isa, arithmetics[a], plan->threads);
+            snprintf(subjects[n].isa, sizeof subjects[n].isa, "%s", isa);
+            subjects[n].arithmetic = arithmetics[a];
+        }
+    return n;
+}
+
+static void bench_shape(const struct plan *plan, uint32_t cols, uint32_t rows)
+{
+    struct subject subjects[MOST_SUBJECTS];
+    double times[MOST_SUBJECTS][MOST_TRIES];
+    int n = open_subjects(subjects, plan, rows, cols), tries = plan->tries;
+    for (uint32_t c = 0; c < plan->n_counts; c++) {
+        uint32_t count = plan->counts[c];
         for (int i = 0; i < tries; i++)
-            for (int a = 0; a < 2; a++)
-                times[a][i] = time_rows(&subjects[a], counts[c]);
-        printf("%s %5u x %5u, %3u rows:", format->name, cols, rows, counts[c]);
-        for (int a = 0; a < 2; a++) {
-            qsort(times[a], (size_t)tries, sizeof **times, ascending);
-            printf("  %s %7.1f", arithmetics[a], 2e-9 * counts[c] * rows * cols / times[a][tries / 2]);
+            for (int j = 0; j < n; j++)
+                times[j][i] = time_rows(&subjects[j], count);
+        printf("%s %5u x %5u, %3u rows:", plan->format->name, cols, rows, count);
+        for (int j = 0; j < n; j++) {
+            qsort(times[j], (size_t)tries, sizeof **times, ascending);
+            printf("  %s %s %7.1f", subjects[j].isa, subjects[j].arithmetic, 2e-9 * count * rows * cols / times[j][tries / 2]);
         }
         printf("\n");
     }
-    for (int a = 0; a < 2; a++)
-        subjects[a].backend->ops->close(subjects[a].backend);
+    for (int j = 0; j < n; j++)
+        subjects[j].backend->ops->close(subjects[j].backend);
+}
+
+static bool read_counts(struct plan *plan, const char *text)
+{
+    for (char *end; *text; text = *end ? end + 1 : end) {
+        unsigned long count = strtoul(text, &end, 10);
+        if (end == text || count < 1 || count > MOST_ROWS || plan->n_counts == MOST_COUNTS)
+            return false;
+        plan->counts[plan->n_counts++] = (uint32_t)count;
+    }
+    return plan->n_counts > 0;
 }
 
 int main(int argc, char **argv)
 {
-    const char *name = argc > 1 ? argv[1] : "Q4_1", *isa = argc > 2 ? argv[2] : "auto";
-    uint32_t threads = argc > 3 ? (uint32_t)atoi(argv[3]) : 0;
-    int tries = argc > 4 ? atoi(argv[4]) : 9;
-    const struct quant_format *format = NULL;
+    struct plan plan = {.tries = argc > 4 ? atoi(argv[4]) : 9, .threads = argc > 3 ? (uint32_t)atoi(argv[3]) : 0};
+    const char *name = argc > 1 ? argv[1] : "Q4_1";
+    snprintf(plan.isas, sizeof plan.isas, "%s", argc > 2 ? argv[2] : "auto");
     for (size_t i = 0; quant_at(i); i++)
         if (strcmp(quant_at(i)->name, name) == 0)
-            format = quant_at(i);
-    if (!format || tries < 1 || tries > 64) {
-        fprintf(stderr, "usage: bench_kernels [FORMAT] [isa] [threads] [tries, to 64]\n");
+            plan.format = quant_at(i);
+    if (!plan.format || plan.tries < 1 || plan.tries > MOST_TRIES ||
+        !read_counts(&plan, argc > 5 ? argv[5] : "1,2,4,8,16,32,128,512")) {
+        fprintf(stderr, "usage: bench_kernels [FORMAT] [isa,...] [threads] [tries, to 64] [rows,... to 512]\n");
         return 2;
     }
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        if (quant_row_bytes(format, shapes[i].cols))
-            bench_shape(format, shapes[i].cols, shapes[i].rows, isa, threads, tries);
+        if (quant_row_bytes(plan.format, shapes[i].cols))
+            bench_shape(&plan, shapes[i].cols, shapes[i].rows);
     return 0;
 }

@@ -30,6 +30,7 @@ enum {
     STRETCH = 9,       /* most units: 36 KiB of planes */
     SHORT_STRETCH = 5, /* where few rows share them */
     FEW_ROWS = 32,
+    RING = 4, /* units, where one tile of rows is all there is */
     TILE_BYTES = 1024,
     SUMS = 3 * 256,
 };
@@ -92,13 +93,13 @@ V_INLINE void unpack_half(bool minimum, const uint8_t *cell, uint32_t h, uint8_t
     }
 }
 
-V_INLINE void unpack(bool minimum, const struct panels *w, const uint8_t *panel, size_t first, size_t n, struct planes *planes)
+V_INLINE void unpack(bool minimum, const struct panels *w, const uint8_t *panel, size_t unit, uint8_t *b0, uint8_t *b1)
 {
     size_t groups = w->cols / QUANT_GROUP, cell_bytes = int16_cell_bytes(minimum);
-    for (size_t g = 2 * first; g < 2 * (first + n); g++) {
+    for (size_t g = 2 * unit; g < 2 * unit + 2; g++) {
         const uint8_t *cell = panel + 2 * LINE + g * cell_bytes;
         for (uint32_t h = 0; h < 2; h++) {
-            uint8_t *to = planes->b[h][g / 2 - first][0] + g % 2 * 8 * LINE;
+            uint8_t *to = (h ? b1 : b0) + g % 2 * 8 * LINE;
             if (g < groups) {
                 unpack_half(minimum, cell, h, to);
             } else {
@@ -134,6 +135,26 @@ V_INLINE void multiply_unit(const int8_t *high, const int8_t *low, const uint8_t
     _tile_dpbssd(4, 6, 7);
 }
 
+V_INLINE void zero_sums(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+}
+
+V_INLINE void store_sums(int32_t *to)
+{
+    _tile_stored(0, to, LINE);
+    _tile_stored(1, to + 256, LINE);
+    _tile_stored(2, to + 512, LINE);
+    _tile_stored(3, to + 768, LINE);
+    _tile_stored(4, to + 1024, LINE);
+    _tile_stored(5, to + 1280, LINE);
+}
+
 /* n units of one tile of rows: the sums start from `from` (NULL = zero) and end in `to`, [half][top, middle, bottom]. */
 V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const uint8_t *b, size_t n, const int32_t *from,
                        int32_t *to, const struct pending *before, const int32_t *done)
@@ -147,24 +168,38 @@ V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const
         _tile_loadd(4, from + 1024, LINE);
         _tile_loadd(5, from + 1280, LINE);
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        _tile_zero(4);
-        _tile_zero(5);
+        zero_sums();
     }
     for (size_t k = 0; k < n; k++, high += step, low += step, b += 2 * TILE_BYTES) {
         multiply_unit(high, low, b, b + STRETCH * 2 * TILE_BYTES);
         finish_rows(before, done, row, row + each);
         row += each;
     }
-    _tile_stored(0, to, LINE);
-    _tile_stored(1, to + 256, LINE);
-    _tile_stored(2, to + 512, LINE);
-    _tile_stored(3, to + 768, LINE);
-    _tile_stored(4, to + 1024, LINE);
-    _tile_stored(5, to + 1280, LINE);
+    store_sums(to);
+}
+
+/* One tile of rows alone: unit u + 2 is unpacked while the products of unit u are worked on. */
+V_INLINE void amx_tile(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
+                       const struct panel_store *store)
+{
+    _Alignas(64) uint8_t b[RING][2][2 * TILE_BYTES];
+    _Alignas(64) int32_t sums[2 * SUMS];
+    const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
+    size_t units = int16_units(w->cols);
+    uint32_t height = a->rows - first < AMX_ROWS ? a->rows - first : AMX_ROWS;
+    uint32_t n_valid = w->rows - p * PANEL_ROWS < PANEL_ROWS ? w->rows - p * PANEL_ROWS : PANEL_ROWS;
+    struct pending tile = {store,       (const float *)panel,         a->row_scale + first, first, (size_t)p * PANEL_ROWS,
+                           end - first, ~0u >> (PANEL_ROWS - n_valid)};
+    zero_sums();
+    unpack(minimum, w, panel, 0, b[0][0], b[0][1]);
+    for (size_t u = 0; u < units; u++) {
+        size_t at = (first * units + u * height) * INT16_UNIT;
+        if (u + 1 < units)
+            unpack(minimum, w, panel, u + 1, b[(u + 1) % RING][0], b[(u + 1) % RING][1]);
+        multiply_unit(a->high_plane + at, a->low_plane + at, b[u % RING][0], b[u % RING][1]);
+    }
+    store_sums(sums);
+    finish_rows(&tile, sums, 0, AMX_ROWS);
 }
 
 V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
@@ -180,7 +215,8 @@ V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const 
     for (size_t unit = 0; unit < units; unit += each) {
         size_t n = units - unit < each ? units - unit : each;
         bool last = unit + n == units;
-        unpack(minimum, w, panel, unit, n, &planes);
+        for (size_t i = 0; i < n; i++)
+            unpack(minimum, w, panel, unit + i, planes.b[0][i][0], planes.b[1][i][0]);
         for (uint32_t tile = first; tile < end; tile += AMX_ROWS) {
             uint32_t height = a->rows - tile < AMX_ROWS ? a->rows - tile : AMX_ROWS;
             size_t at = (tile * units + unit * height) * INT16_UNIT;
@@ -206,6 +242,10 @@ V_INLINE void amx_panel(bool minimum, const struct panels *w, uint32_t p, const 
         return;
     }
     int16_begin(end - first < AMX_ROWS ? end - first : AMX_ROWS);
+    if (end - first <= AMX_ROWS) {
+        amx_tile(minimum, w, p, a, first, end, store);
+        first = end;
+    }
     for (; first < end; first += BLOCK_ROWS)
         amx_block(minimum, w, p, a, first, end - first < BLOCK_ROWS ? end : first + BLOCK_ROWS, store);
     amx_end();

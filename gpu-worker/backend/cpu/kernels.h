@@ -30,7 +30,7 @@ extern const struct kernels kernels_generic, kernels_avx2, kernels_avx512;
 void kernels_amx(struct kernels *out);
 /* Whether the CPU has AMX int8 and BF16 and the kernel lets this process use the tiles; asks it to. */
 bool amx_supported(void);
-enum { INT16_AMX_ROWS = 6 }; /* fewer rows are faster on VNNI */
+enum { INT16_AMX_ROWS = 5 }; /* fewer rows are faster on VNNI */
 void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
                            const struct panel_store *store);
 void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,

@@ -11,8 +11,8 @@
 #include "gpu-worker/backend/cpu/v16.h"
 
 enum {
-    LEAST_ROWS = 32,  /* fewer are faster on VNNI */
-    LEAST_REST = 8,   /* the same for the last tile, where the panel is already unpacked */
+    LEAST_REST = 5,   /* rows of the last tile, where the panel is already unpacked: fewer are faster on VNNI */
+    SHORT_TILE = 8,   /* rows; a tile of so few takes half the time of a whole one */
     BLOCK_ROWS = 512, /* rows whose sums are kept while a stretch is unpacked */
     STRETCH = 48,     /* groups */
     GROUP_BYTES = 2 * 8 * LINE
@@ -98,12 +98,12 @@ V_INLINE const int8_t *unit_b(const struct unit_run *run, uint32_t u)
     return run->per_group == 1 ? run->b + u * GROUP_BYTES : run->b + u / 2 * GROUP_BYTES + u % 2 * 4 * LINE;
 }
 
-V_INLINE void scale_unit(const struct unit_run *run, const int32_t *sums, uint32_t u, v16 acc[AMX_ROWS])
+V_INLINE void scale_unit(const struct unit_run *run, int height, const int32_t *sums, uint32_t u, v16 acc[AMX_ROWS])
 {
     bool minimum = run->scales == QUANT_SCALE_MIN || run->scales == QUANT_SUPER_MIN;
     v16 w = v16_load(run->w + (size_t)u * PANEL_ROWS), m = minimum ? v16_load(run->m + (size_t)u * PANEL_ROWS) : w;
     const float *d = run->d + u / run->per_group * run->rows, *s = run->s + u / run->per_group * run->rows;
-    _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++)
+    _Pragma("GCC unroll 16") for (int r = 0; r < height; r++)
     {
         v16 sum = v16_from_i32(_mm512_load_si512(sums + 16 * r));
         acc[r] = v16_fma(sum, v16_mul(w, v16_set1(d[r])), acc[r]);
@@ -126,7 +126,7 @@ V_INLINE void scale_unit(const struct unit_run *run, const int32_t *sums, uint32
     do {                                                                                                                         \
         PUT(stored);                                                                                                             \
         DOT(t, ta, tb, u + (k) + 3);                                                                                             \
-        scale_unit(run, sums[scaled], u + (k), acc);                                                                             \
+        scale_unit(run, height, sums[scaled], u + (k), acc);                                                                     \
     } while (0)
 #define LAST(k, scaled, stored, t, ta, tb)                                                                                       \
     do {                                                                                                                         \
@@ -135,11 +135,11 @@ V_INLINE void scale_unit(const struct unit_run *run, const int32_t *sums, uint32
                 PUT(stored);                                                                                                     \
             if (u + (k) + 3 < run->n)                                                                                            \
                 DOT(t, ta, tb, u + (k) + 3);                                                                                     \
-            scale_unit(run, sums[scaled], u + (k), acc);                                                                         \
+            scale_unit(run, height, sums[scaled], u + (k), acc);                                                                 \
         }                                                                                                                        \
     } while (0)
 
-V_INLINE void multiply_units(const struct unit_run *run, int32_t sums[4][AMX_ROWS * 16], v16 acc[AMX_ROWS])
+V_INLINE void multiply_units(const struct unit_run *run, int height, int32_t sums[4][AMX_ROWS * 16], v16 acc[AMX_ROWS])
 {
     uint32_t u = 0;
     DOT(0, 4, 6, 0);
@@ -162,9 +162,10 @@ V_INLINE void multiply_units(const struct unit_run *run, int32_t sums[4][AMX_ROW
     LAST(5, 1, 2, 0, 4, 6);
 }
 
-/* One tile of rows times a stretch; `sums` carries the f32 sums from stretch to stretch, [half][16 rows][16]. */
-V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, const struct acts *a, uint32_t tile, size_t first,
-                           uint32_t n, float *carried)
+/* One tile of rows (the tiles are configured for `height`, a constant) times a stretch; `carried` holds the f32 sums from stretch
+ * to stretch, [half][16 rows][16]. */
+V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, int height, const struct acts *a, uint32_t tile,
+                           size_t first, uint32_t n, float *carried)
 {
     uint32_t rows = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE, per_group = scales == QUANT_SUPER_16 ? 2 : 1;
     size_t at = tile * (size_t)(a->cols / QUANT_GROUP) + first * rows;
@@ -181,9 +182,9 @@ V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, const st
         run.b = s->b + h * 8 * LINE;
         run.w = s->d[0] + 16 * h;
         run.m = s->m[0] + 16 * h;
-        _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) acc[r] = first ? v16_load(carried + 16 * r) : v16_set1(0);
-        multiply_units(&run, s->sums, acc);
-        _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) v16_store(carried + 16 * r, acc[r]);
+        _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) acc[r] = first ? v16_load(carried + 16 * r) : v16_set1(0);
+        multiply_units(&run, height, s->sums, acc);
+        _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) v16_store(carried + 16 * r, acc[r]);
     }
 }
 
@@ -215,23 +216,31 @@ V_INLINE void amx_block(uint32_t bits, enum quant_scales scales, const struct pa
     _Alignas(64) float carried[BLOCK_ROWS * PANEL_ROWS];
     const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
     size_t groups = w->cols / QUANT_GROUP;
+    uint32_t rest = (end - first) % ACTS_TILE, whole = rest && rest <= SHORT_TILE ? end - rest : end;
+    uint32_t k_bytes = scales == QUANT_SUPER_16 ? 16 : 32;
     for (size_t g = 0; g < groups; g += STRETCH) {
         uint32_t n = (uint32_t)(groups - g < STRETCH ? groups - g : STRETCH);
         unpack_stretch(&s, bits, scales, panel, g, n);
-        for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
-            tile_stretch(&s, scales, a, tile, g, n, carried + (size_t)(tile - first) * PANEL_ROWS);
+        if (first < whole)
+            amx_begin(AMX_ROWS, k_bytes);
+        for (uint32_t tile = first; tile < whole; tile += ACTS_TILE)
+            tile_stretch(&s, scales, AMX_ROWS, a, tile, g, n, carried + (size_t)(tile - first) * PANEL_ROWS);
+        if (whole < end) {
+            amx_begin(SHORT_TILE, k_bytes);
+            tile_stretch(&s, scales, SHORT_TILE, a, whole, g, n, carried + (size_t)(whole - first) * PANEL_ROWS);
+        }
     }
     for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
         store_tile(store, tile, end - tile < ACTS_TILE ? end - tile : ACTS_TILE, p, w->rows - p * PANEL_ROWS,
                    carried + (size_t)(tile - first) * PANEL_ROWS);
 }
 
-V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p,
-                        const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store)
+/* least: fewer rows are faster on VNNI. */
+V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales scales, uint32_t least, const struct panels *w,
+                        uint32_t p, const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store)
 {
     uint32_t rest = (end - first) % ACTS_TILE, stop = rest < LEAST_REST ? end - rest : end;
-    if (end - first >= LEAST_ROWS) {
-        amx_begin(AMX_ROWS, scales == QUANT_SUPER_16 ? 16 : 32);
+    if (end - first >= least) {
         for (; first < stop; first += BLOCK_ROWS)
             amx_block(bits, scales, w, p, a, first, stop - first < BLOCK_ROWS ? stop : first + BLOCK_ROWS, store);
         amx_end();
@@ -241,20 +250,20 @@ V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales s
         kernels_avx512.panel[kind](w, p, a, first, end, store);
 }
 
-#define AMX_PANEL(name, kind, bits, scales)                                                                                      \
+#define AMX_PANEL(name, kind, bits, scales, least)                                                                               \
     static void name(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,                     \
                      const struct panel_store *store)                                                                            \
     {                                                                                                                            \
-        amx_panel(kind, bits, scales, w, p, a, first, end, store);                                                               \
+        amx_panel(kind, bits, scales, least, w, p, a, first, end, store);                                                        \
     }
-AMX_PANEL(panel_scale_4, PANEL_SCALE_4, 4, QUANT_SCALE)
-AMX_PANEL(panel_scale_5, PANEL_SCALE_5, 5, QUANT_SCALE)
-AMX_PANEL(panel_scale_8, PANEL_SCALE_8, 8, QUANT_SCALE)
-AMX_PANEL(panel_min_4, PANEL_MIN_4, 4, QUANT_SCALE_MIN)
-AMX_PANEL(panel_min_5, PANEL_MIN_5, 5, QUANT_SCALE_MIN)
-AMX_PANEL(panel_super_min_4, PANEL_SUPER_MIN_4, 4, QUANT_SUPER_MIN)
-AMX_PANEL(panel_super_min_5, PANEL_SUPER_MIN_5, 5, QUANT_SUPER_MIN)
-AMX_PANEL(panel_super16_6, PANEL_SUPER16_6, 6, QUANT_SUPER_16)
+AMX_PANEL(panel_scale_4, PANEL_SCALE_4, 4, QUANT_SCALE, 24)
+AMX_PANEL(panel_scale_5, PANEL_SCALE_5, 5, QUANT_SCALE, 14)
+AMX_PANEL(panel_scale_8, PANEL_SCALE_8, 8, QUANT_SCALE, 25)
+AMX_PANEL(panel_min_4, PANEL_MIN_4, 4, QUANT_SCALE_MIN, 25)
+AMX_PANEL(panel_min_5, PANEL_MIN_5, 5, QUANT_SCALE_MIN, 14)
+AMX_PANEL(panel_super_min_4, PANEL_SUPER_MIN_4, 4, QUANT_SUPER_MIN, 16)
+AMX_PANEL(panel_super_min_5, PANEL_SUPER_MIN_5, 5, QUANT_SUPER_MIN, 14)
+AMX_PANEL(panel_super16_6, PANEL_SUPER16_6, 6, QUANT_SUPER_16, 13)
 
 void kernels_amx(struct kernels *out)
 {
