@@ -1,5 +1,7 @@
 #include "gpu-worker/options.h"
 #include <arpa/inet.h>
+#include <ctype.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -127,11 +129,11 @@ static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, 
     static const char units[] = "KMGT";
     char *end;
     double n = strtod(text, &end);
-    const char *unit = *end ? strchr(units, *end & ~0x20) : NULL;
+    const char *unit = *end ? strchr(units, toupper((unsigned char)*end)) : NULL;
 
     if (unit)
         end++;
-    for (const char *at = unit; at && at >= units; at--)
+    for (ptrdiff_t i = unit ? unit - units : -1; i >= 0; i--)
         n *= 1024;
     if (unit && *end == 'i')
         end++;
@@ -291,6 +293,8 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
         return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"draft_model\", but \"model\" names no file");
     if (options->draft_buffer[0])
         options->speculative_model = options->draft_buffer;
+    if (code == KVG_OK && !options->speculative_model)
+        return kvg_fail(err, KVG_INVALID, "--speculative-config has neither \"method\" nor \"model\": nothing drafts");
     return code;
 }
 
@@ -319,10 +323,7 @@ static int check_speculation(struct options *options, struct kvg_error *err)
     }
     drop_ngram(options);
     if (options->num_speculative_tokens && !options->speculative_model)
-        return kvg_fail(err, KVG_INVALID, "%s without %s drafts nothing",
-                        options->speculative_config ? "--speculative-config: \"num_speculative_tokens\""
-                                                    : "--num-speculative-tokens",
-                        options->speculative_config ? "\"method\"" : "--speculative-model");
+        return kvg_fail(err, KVG_INVALID, "--num-speculative-tokens without --speculative-model drafts nothing");
     if (strcmp(options->spec_accept, "coupled") != 0 && !options->speculative_model)
         return kvg_fail(err, KVG_INVALID, "--spec-accept %s without --speculative-model: there are no drafts to accept",
                         options->spec_accept);
