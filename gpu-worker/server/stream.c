@@ -13,10 +13,11 @@ static struct reply_usage usage_of(const struct generation *generation)
     return usage;
 }
 
-/* The sum over all choices; K, whether it is on, and its gain are the last one's that had drafts. */
+/* The sum over all choices; K, whether it is on, and its gain are the last one's that had drafts: none change nothing, a gain
+ * of 1. */
 static struct engine_speculation speculation_of(const struct generation *generation)
 {
-    struct engine_speculation sum = {0};
+    struct engine_speculation sum = {.gain = 1};
     for (uint32_t i = 0; i < generation->n_choices; i++) {
         const struct engine_speculation *one = &generation->choices[i].speculation;
         sum.runs += one->runs;

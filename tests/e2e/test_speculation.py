@@ -76,6 +76,9 @@ def test_the_last_chunk_tells_what_drafts_did():
         assert 2 <= spec["k"] <= 32 and spec["goodput_gain"] >= 1 and isinstance(spec["active"], bool)
         assert usage.completion_tokens == 60 and usage.completion_tokens_details.accepted_prediction_tokens == spec["accepted"]
         assert usage.completion_tokens_details.rejected_prediction_tokens == spec["drafted"] - spec["accepted"]
+        undrafted = {**ask, "max_tokens": 1, "stream_options": {"include_usage": True, "include_speculation": True}}
+        spec = list(worker.openai().chat.completions.create(**undrafted))[-1].usage.speculation
+        assert (spec["runs"], spec["drafted"], spec["goodput_gain"]) == (0, 0, 1)
         chunks = list(worker.openai().chat.completions.create(**ask, stream_options={"include_usage": True}))
         assert chunks[-1].usage.completion_tokens_details is None and not hasattr(chunks[-1].usage, "speculation")
 
