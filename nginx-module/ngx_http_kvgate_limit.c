@@ -398,7 +398,7 @@ ngx_http_kvgate_limit_refuse(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
     } else {
         *ngx_http_kvgate_duration(wait, ctx->left.retry_after) = '\0';
         *ngx_snprintf(message, sizeof(message) - 1, "Rate limit reached on %s: limit %.0f, left %.0f, requested %ui. Please try again in %s.",
-                      tokens ? "tokens" : "requests", rate->burst, ngx_max(tokens ? ctx->left.tokens.left : ctx->left.requests.left, 0),
+                      tokens ? "tokens" : "requests", rate->burst, ngx_max((tokens ? ctx->left.tokens.left : ctx->left.requests.left), 0),
                       tokens ? ctx->prompt.all_tokens : 1, wait) = '\0';
     }
 

@@ -75,6 +75,7 @@ def fleet():
     server = """
     location /named/ { kvgate "on"; kvgate_limit key=$http_authorization requests=12r/d name=other; proxy_pass http://workers/; }
     location /both/ { kvgate "on"; kvgate_limit key=$http_authorization requests=2r/s burst_requests=3 tokens=600/m name=both; proxy_pass http://workers/; }
+    location /few/ { kvgate "on"; kvgate_limit key=$http_authorization tokens=100/d name=few; proxy_pass http://workers/; }
     location /off/ { kvgate "on"; kvgate_limit off; proxy_pass http://workers/; }
     location /watch/ { kvgate observe; kvgate_limit key=$http_authorization requests=1r/d name=watch; proxy_pass http://workers/; }
     add_header X-Limit $kvgate_limit_status always;
@@ -126,6 +127,16 @@ def test_each_prompt_of_an_array_counts(fleet):
     ask = lambda prompt: requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": prompt}, headers={"Authorization": "x"}, timeout=20)  # noqa: E731
     ask([[1, 2, 3]] * 5 + [[4] * 10])
     assert ask([[7]]).headers["x-ratelimit-remaining-tokens"] == str(100000 - 26)
+
+
+def test_a_429_of_tokens_says_what_is_left(fleet):
+    for _ in range(9):
+        reply = post(fleet.url + "/few", "ann")
+        if reply.status_code == 429:
+            break
+    left, needed = int(reply.headers["x-ratelimit-remaining-tokens"]), len(fleet.requests[-1].json()["prompt_token_ids"])
+    assert reply.status_code == 429 and 0 < left < needed
+    assert reply.json()["error"]["message"].startswith(f"Rate limit reached on tokens: limit 100, left {left}, requested {needed}. ")
 
 
 def test_a_prompt_over_the_whole_budget_is_refused_for_good(fleet):
