@@ -31,6 +31,7 @@ struct world {
 static struct publisher *the_publisher; /* what open_world gives the engine; NULL in most tests */
 static enum accept_rule the_rule;       /* which drafts the engine accepts; as drawn without them in most tests */
 static const char *the_draft;           /* the file of its draft model; NULL in most tests */
+static const char *the_kv_dtype;        /* how keys and values are kept; NULL (the backend's own choice) in most tests */
 
 /* Writes a toy model by the shared tool; `what` are its arguments. The caller unlinks the file. */
 static inline void write_toy(char path[64], const char *what)
@@ -95,6 +96,7 @@ static inline void open_world(struct world *w, const char *path, struct engine_o
                                   .threads = 1, /* many programs share the machine while tests run */
                                   .max_rows = options.max_num_batched_tokens ? options.max_num_batched_tokens : 2048,
                                   .max_seqs = max_seqs,
+                                  .kv_cache_dtype = the_kv_dtype,
                                   .max_outputs = engine_max_outputs(&options, max_seqs)};
 
     log_set_level(LOG_WARN);

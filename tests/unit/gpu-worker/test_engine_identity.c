@@ -1,6 +1,6 @@
 /* A request's output is the same bits whatever happens around it: cold or cached, in any chunk size, alone or in a batch of
  * 32, preempted or not; at temperature 0 and at 0.8 with a seed. The full matrix on a small random model, and a part of it on
- * the real SmolLM2.
+ * each way to keep keys and values, and on the real SmolLM2.
  */
 #include "engine_world.h"
 
@@ -146,6 +146,32 @@ static void toy_model_full_matrix(void **state)
     unlink(path);
 }
 
+/* Short of the full matrix; each dtype has kernels of its own. */
+static void toy_model_in_each_kv_dtype(void **state)
+{
+    static const uint32_t chunks[] = {17, 0};
+    static const char *const dtypes[] = {"f16", "bf16", "int8"};
+    char path[64];
+    struct matrix m = {.path = path,
+                       .n_vocab = 256,
+                       .n = 8,
+                       .prompt = 290, /* past a segment of keys */
+                       .shared = 100,
+                       .max_tokens = 100,
+                       .few_blocks = 20,
+                       .chunks = chunks};
+
+    write_toy(path, "random --layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 96 --context 2048");
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++) {
+        the_kv_dtype = dtypes[i];
+        compute_reference(&m);
+        check_chunks(&m);
+        check_preempted(&m);
+    }
+    the_kv_dtype = NULL;
+    unlink(path);
+}
+
 static void smollm2(void **state)
 {
     static const uint32_t chunks[] = {16, 0};
@@ -173,6 +199,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(toy_model_full_matrix),
+        cmocka_unit_test(toy_model_in_each_kv_dtype),
         cmocka_unit_test(smollm2),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
