@@ -8,20 +8,23 @@
  * other, with the same bits (the splitting of Flash-Decoding, Dao et al. 2023, at positions that do not depend on the threads).
  */
 #pragma once
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/backend/backend.h"
 
 enum { KV_PAGE = 16, KEY_TILE = 64, PAGES = KEY_TILE / KV_PAGE, SEGMENT = 256, ATTENTION_TILE = 64, MAX_HEAD_DIM = 256 };
 
-/* KV of one layer in every block; how keys and values lie in their parts is the kernels' own affair.
+/* KV of one layer in every block; how keys and values lie in their parts is the kernels' own affair. What attention reads
+ * together lies together: memory gives long runs sooner than many short ones.
  *
- *   block:  ... | k [kv_head][block_size * key_dim] | v [kv_head][block_size * head_dim] | int8 only: scales f32 of k, then of v
- *               ^ memory + block * block_bytes                                              [kv_head][block_size] each */
+ *   block:  ... | kv head 0 | kv head 1 | ...       head:  k [block_size * key_dim] | v [block_size * head_dim]
+ *               ^ memory + block * block_bytes             | int8 only: scales f32 of k [block_size] | of v [block_size] */
 struct kv_layer {
     uint8_t *memory;
     size_t block_bytes; /* from block to block: a block of all layers lies in one piece */
-    size_t values, k_scales, v_scales;
+    size_t head_bytes;
+    size_t values, k_scales, v_scales;                                            /* from a head's first byte */
     uint32_t n_kv_heads, head_dim, key_dim, block_size, block_shift, value_bytes; /* key_dim: head_dim, padded for AMX */
 };
 
@@ -32,19 +35,19 @@ struct kv_head_at {
 };
 static inline struct kv_head_at kv_head_at(const struct kv_layer *kv, uint32_t block, uint32_t kv_head)
 {
-    uint8_t *at = kv->memory + block * kv->block_bytes;
-    size_t slots = (size_t)kv_head * kv->block_size;
-    return (struct kv_head_at){at + slots * kv->key_dim * kv->value_bytes,
-                               at + kv->values + slots * kv->head_dim * kv->value_bytes, (float *)(at + kv->k_scales) + slots,
-                               (float *)(at + kv->v_scales) + slots};
+    uint8_t *at = kv->memory + block * kv->block_bytes + kv_head * kv->head_bytes;
+    return (struct kv_head_at){at, at + kv->values, (float *)(at + kv->k_scales), (float *)(at + kv->v_scales)};
 }
+
+static const uint32_t WHOLE = UINT32_MAX; /* in place of a segment: all of them */
 
 /* Up to ATTENTION_TILE query rows of one sequence that share a kv head. */
 struct attention_tile {
     const struct kv_layer *kv;
     const uint32_t *blocks;
     uint32_t kv_head, n_rows, last; /* last: the largest position */
-    uint32_t segment;               /* the one to compute where the result is a partial state */
+    uint32_t segment;               /* the one to compute where the result is a partial state; else WHOLE */
+    bool next_head;                 /* the thread goes on with the same of the next kv head: its keys may be fetched ahead */
     const float *q[ATTENTION_TILE]; /* [head_dim] each */
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */
@@ -100,14 +103,14 @@ struct key_pages {
     uint32_t n_pages, n_keys;
 };
 
-static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t first)
+static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t kv_head, uint32_t first)
 {
     const struct kv_layer *kv = tile->kv;
     struct key_pages pages = {.n_keys = tile->last + 1 - first < KEY_TILE ? tile->last + 1 - first : KEY_TILE};
     pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
     for (uint32_t i = 0; i < pages.n_pages; i++) {
         uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
-        struct kv_head_at at = kv_head_at(kv, tile->blocks[position >> kv->block_shift], tile->kv_head);
+        struct kv_head_at at = kv_head_at(kv, tile->blocks[position >> kv->block_shift], kv_head);
         pages.page[i].k = at.k + (size_t)slot * kv->key_dim * kv->value_bytes;
         pages.page[i].v = at.v;
         pages.page[i].slot = slot;

@@ -20,12 +20,15 @@
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
-enum { LANES = 16, VALUE_KEYS = 32, MOST_LANE_BLOCKS = ATTENTION_TILE / LANES };
+enum { LANES = 16, VALUE_KEYS = 32, LINE_BYTES = 64, MOST_LANE_BLOCKS = ATTENTION_TILE / LANES };
+
+static const uint32_t FEW = 4, SOME = 8; /* widths below LANES */
 
 static const float NOTHING_SEEN = -1e30f, MOST_SUM = 0x1p16f;
 
 struct shape {
     uint32_t head_dim, key_dim, n_lane_blocks;
+    uint32_t width;                                         /* rows of a block: 4, 8 or LANES */
     uint32_t low[MOST_LANE_BLOCKS], high[MOST_LANE_BLOCKS]; /* smallest and largest position of the block's rows */
     __m512i position[MOST_LANE_BLOCKS];
 };
@@ -46,12 +49,22 @@ V_INLINE __m512i bf16_32(v16 a, v16 b)
     return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
-/* (a, b) of a lane -> a dword. */
-V_INLINE __m512i bf16_pairs(v16 a, v16 b)
+/* 4 keys of `width` rows each, x[4 * width / LANES], as pairs of keys [2][width][2]. */
+V_INLINE void store_bf16_pairs(uint32_t width, uint32_t *p, const v16 *x)
 {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+    const __m512i of_16 = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
                                            4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, bf16_32(a, b));
+    const __m512i of_8 = _mm512_set_epi16(31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26, 18, 25, 17, 24, 16, 15, 7, 14, 6, 13, 5, 12,
+                                          4, 11, 3, 10, 2, 9, 1, 8, 0);
+    const __m256i of_4 = _mm256_set_epi16(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+    if (width == FEW) {
+        _mm256_store_si256((__m256i *)p, _mm256_permutexvar_epi16(of_4, (__m256i)_mm512_cvtneps_pbh(x[0])));
+    } else if (width == SOME) {
+        _mm512_store_si512(p, _mm512_permutexvar_epi16(of_8, bf16_32(x[0], x[1])));
+    } else {
+        _mm512_store_si512(p, _mm512_permutexvar_epi16(of_16, bf16_32(x[0], x[1])));
+        _mm512_store_si512(p + LANES, _mm512_permutexvar_epi16(of_16, bf16_32(x[2], x[3])));
+    }
 }
 
 /* The upper 16 bits of a value as BF16: at most 8 bits are left of an f16. */
@@ -248,18 +261,24 @@ V_INLINE void prepare_values(enum backend_kv_dtype dtype, const struct kv_layer 
     }
 }
 
-/* Keys and values of the next step on their way from memory, for tiles that work on too little to hide it otherwise. */
-V_INLINE void fetch_pages(const struct kv_layer *kv, const struct key_pages *next)
+/* Sixteenth i of the keys and values of a later step on its way from memory. Asked for all at once they would wait for each
+ * other, and the step with them. */
+V_INLINE void fetch_part(const struct kv_layer *kv, const struct key_pages *pages, uint32_t i)
 {
-    for (uint32_t page = 0; page < next->n_pages; page++) {
-        const uint8_t *k = next->page[page].k, *v = next->page[page].v + value_at(kv, next->page[page].slot) * kv->value_bytes;
-        for (uint32_t i = 0; i < kv->key_dim * KV_PAGE * kv->value_bytes; i += 64)
-            _mm_prefetch((const char *)k + i, _MM_HINT_T1);
-        if (kv->block_size >= VALUE_KEYS && page % 2)
-            continue;
-        for (uint32_t i = 0; i < kv->head_dim * value_stride(kv) * kv->value_bytes; i += 64)
-            _mm_prefetch((const char *)v + i, _MM_HINT_T1);
+    uint32_t page = i / 4;
+    if (page >= pages->n_pages)
+        return;
+    uint32_t k_bytes = kv->key_dim * KV_PAGE / 4 * kv->value_bytes, v_bytes = kv->head_dim * KV_PAGE / 4 * kv->value_bytes;
+    const uint8_t *k = pages->page[page].k + i % 4 * k_bytes;
+    const uint8_t *v = pages->page[page].v + (size_t)pages->page[page].slot * kv->head_dim * kv->value_bytes + i % 4 * v_bytes;
+    if (kv->value_bytes == 1 && i % 4 == 0) {
+        _mm_prefetch((const char *)pages->page[page].k_scales, _MM_HINT_T1);
+        _mm_prefetch((const char *)pages->page[page].v_scales, _MM_HINT_T1);
     }
+    for (uint32_t at = 0; at < k_bytes; at += LINE_BYTES)
+        _mm_prefetch((const char *)k + at, _MM_HINT_T1);
+    for (uint32_t at = 0; at < v_bytes; at += LINE_BYTES)
+        _mm_prefetch((const char *)v + at, _MM_HINT_T1);
 }
 
 /* ---- scores ---- */
@@ -274,9 +293,9 @@ V_INLINE void fetch_pages(const struct kv_layer *kv, const struct key_pages *nex
         _tile_dpbf16ps(t, 5, 6);                                                                                                 \
     }
 
-/* s[64 keys][16 rows] = k q, minus m where from_m. */
-V_INLINE void score(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s, const struct operands *ops,
-                    uint32_t block, bool from_m, float *scores)
+/* s[64 keys][width rows] = k q, minus m where from_m. */
+V_INLINE void score(enum backend_kv_dtype dtype, uint32_t width, const struct shape *shape, struct amx_scratch *s,
+                    const struct operands *ops, uint32_t block, bool from_m, float *scores)
 {
     const uint32_t *q[2] = {s->q[0] + (size_t)block * shape->key_dim / 2 * LANES,
                             s->q[1] + (size_t)block * shape->key_dim / 2 * LANES};
@@ -302,10 +321,10 @@ V_INLINE void score(enum backend_kv_dtype dtype, const struct shape *shape, stru
         SCORE_PAGE(2)
         SCORE_PAGE(3)
     }
-    _tile_stored(0, scores, AMX_ROW_BYTES);
-    _tile_stored(1, scores + 256, AMX_ROW_BYTES);
-    _tile_stored(2, scores + 512, AMX_ROW_BYTES);
-    _tile_stored(3, scores + 768, AMX_ROW_BYTES);
+    _tile_stored(0, scores, width * sizeof *scores);
+    _tile_stored(1, scores + KV_PAGE * width, width * sizeof *scores);
+    _tile_stored(2, scores + 2 * KV_PAGE * width, width * sizeof *scores);
+    _tile_stored(3, scores + 3 * KV_PAGE * width, width * sizeof *scores);
 }
 
 /* ---- softmax ---- */
@@ -334,42 +353,79 @@ V_INLINE v16 power_of_2(v16 x)
     return _mm512_scalef_ps(p, n);
 }
 
-V_INLINE __mmask16 sees(__m512i position, uint32_t key)
+/* Key of each lane after the vector's first. */
+V_INLINE __m512i lane_keys(uint32_t width)
 {
-    return _mm512_cmpge_epu32_mask(position, _mm512_set1_epi32((int)key));
+    return width == FEW    ? _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0)
+           : width == SOME ? _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0)
+                           : _mm512_setzero_si512();
 }
 
-/* P^T of keys key and key + 1 of the step. */
-V_INLINE void store_pair(enum backend_kv_dtype dtype, bool masked, struct amx_scratch *s, const struct operands *ops,
-                         uint32_t key, v16 a, v16 b, const __mmask16 *seen)
+V_INLINE __mmask16 sees(uint32_t width, __m512i position, uint32_t key)
 {
-    if (dtype == KV_INT8) {
-        const float *scales = ops->v_scales[key / KV_PAGE] + key % KV_PAGE;
-        a = v16_mul(a, v16_set1(scales[0])), b = v16_mul(b, v16_set1(scales[1]));
+    return _mm512_cmpge_epu32_mask(position, _mm512_add_epi32(_mm512_set1_epi32((int)key), lane_keys(width)));
+}
+
+/* Of the step's keys from `key`. */
+V_INLINE v16 scales_of(uint32_t width, const float *const pages[PAGES], uint32_t key)
+{
+    if (width == LANES)
+        return v16_set1(pages[key / KV_PAGE][key % KV_PAGE]);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(_mm512_set1_epi32((int)(key % KV_PAGE)), lane_keys(width)),
+                                 v16_load(pages[key / KV_PAGE]));
+}
+
+/* Each row's part of every lane that the row has. */
+V_INLINE v16 swap_halves(v16 x)
+{
+    return _mm512_shuffle_f32x4(x, x, 0x4e);
+}
+V_INLINE v16 swap_quarters(v16 x)
+{
+    return _mm512_shuffle_f32x4(x, x, 0xb1);
+}
+
+/* P^T of 4 keys from `key` of the step. */
+V_INLINE void store_keys(enum backend_kv_dtype dtype, bool masked, uint32_t width, struct amx_scratch *s,
+                         const struct operands *ops, uint32_t key, v16 *x, const __mmask16 *seen)
+{
+    uint32_t n = 4 * width / LANES, at = key / 2 * width;
+    v16 high[4];
+    for (uint32_t j = 0; dtype == KV_INT8 && j < n; j++) {
+        x[j] = v16_mul(x[j], scales_of(width, ops->v_scales, key + j * LANES / width));
         if (masked) /* the scale of an unseen key may be anything */
-            a = _mm512_maskz_mov_ps(seen[0], a), b = _mm512_maskz_mov_ps(seen[1], b);
+            x[j] = _mm512_maskz_mov_ps(seen[j], x[j]);
     }
-    if (dtype == KV_F16) {
-        v16 ha = truncated(a), hb = truncated(b);
-        _mm512_store_si512(s->p[0] + key / 2 * LANES, bf16_pairs(ha, hb));
-        _mm512_store_si512(s->p[1] + key / 2 * LANES, bf16_pairs(v16_sub(a, ha), v16_sub(b, hb)));
-    } else {
-        _mm512_store_si512(s->p[0] + key / 2 * LANES, bf16_pairs(a, b));
+    if (dtype != KV_F16) {
+        store_bf16_pairs(width, s->p[0] + at, x);
+        return;
     }
+    for (uint32_t j = 0; j < n; j++) {
+        high[j] = truncated(x[j]);
+        x[j] = v16_sub(x[j], high[j]);
+    }
+    store_bf16_pairs(width, s->p[0] + at, high);
+    store_bf16_pairs(width, s->p[1] + at, x);
 }
 
-/* P^T of 64 keys from `first`, and its sums by row. shift is taken off the scores. */
-V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, struct amx_scratch *s, const struct operands *ops,
-                           const float *scores, __m512i position, uint32_t first, bool shifted, v16 shift)
+/* P^T of 64 keys from `first`, and its sums by row: of every fourth key, then of those, at every width. shift is taken off the
+ * scores. */
+V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, uint32_t width, struct amx_scratch *s,
+                           const struct operands *ops, const float *scores, __m512i position, uint32_t first, bool shifted,
+                           v16 shift, const struct kv_layer *kv, const struct key_pages *fetch)
 {
+    uint32_t n = 4 * width / LANES;
     v16 sums[4] = {v16_set1(0), v16_set1(0), v16_set1(0), v16_set1(0)};
 #pragma GCC unroll 4
     for (uint32_t key = 0; key < KEY_TILE; key += 4) {
         v16 x[4];
         __mmask16 seen[4];
-        for (uint32_t j = 0; j < 4; j++) {
-            seen[j] = masked ? sees(position, first + key + j) : (__mmask16)~0;
-            x[j] = v16_load(scores + (key + j) * LANES);
+        if (fetch)
+            fetch_part(kv, fetch, key / 4);
+        for (uint32_t j = 0; j < n; j++) {
+            uint32_t at = key + j * LANES / width;
+            seen[j] = masked ? sees(width, position, first + at) : (__mmask16)~0;
+            x[j] = v16_load(scores + at * width);
             if (shifted)
                 x[j] = v16_sub(x[j], shift);
             x[j] = dtype == KV_F16 ? power_of_2(x[j]) : power_of_2_short(x[j]);
@@ -377,31 +433,40 @@ V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, struct amx_
                 x[j] = _mm512_maskz_mov_ps(seen[j], x[j]);
             sums[j] = v16_add(sums[j], x[j]);
         }
-        store_pair(dtype, masked, s, ops, key, x[0], x[1], seen);
-        store_pair(dtype, masked, s, ops, key + 2, x[2], x[3], seen + 2);
+        store_keys(dtype, masked, width, s, ops, key, x, seen);
     }
+    if (width == FEW) {
+        v16 pairs = v16_add(sums[0], swap_quarters(sums[0]));
+        return v16_add(pairs, swap_halves(pairs));
+    }
+    if (width == SOME)
+        return v16_add(v16_add(sums[0], swap_halves(sums[0])), v16_add(sums[1], swap_halves(sums[1])));
     return v16_add(v16_add(sums[0], sums[1]), v16_add(sums[2], sums[3]));
 }
 
 /* Largest score of each row; unseen keys do not count. */
-static v16 largest(bool masked, const float *scores, __m512i position, uint32_t first)
+V_INLINE v16 largest(uint32_t width, bool masked, const float *scores, __m512i position, uint32_t first)
 {
     v16 high[4];
     for (int j = 0; j < 4; j++)
         high[j] = v16_set1(NOTHING_SEEN);
-    for (uint32_t key = 0; key < KEY_TILE; key += 4)
+    for (uint32_t i = 0; i < KEY_TILE * width; i += 4 * LANES)
         for (uint32_t j = 0; j < 4; j++) {
-            v16 x = v16_load(scores + (key + j) * LANES);
-            high[j] = masked ? _mm512_mask_max_ps(high[j], sees(position, first + key + j), high[j], x) : v16_max(high[j], x);
+            uint32_t at = i + j * LANES;
+            v16 x = v16_load(scores + at);
+            high[j] =
+                masked ? _mm512_mask_max_ps(high[j], sees(width, position, first + at / width), high[j], x) : v16_max(high[j], x);
         }
-    return v16_max(v16_max(high[0], high[1]), v16_max(high[2], high[3]));
+    v16 most = v16_max(v16_max(high[0], high[1]), v16_max(high[2], high[3]));
+    if (width <= SOME)
+        most = v16_max(most, swap_halves(most));
+    return width == FEW ? v16_max(most, swap_quarters(most)) : most;
 }
 
-static void scale_scores(float *scores, const struct operands *ops)
+V_INLINE void scale_scores(uint32_t width, float *scores, const struct operands *ops)
 {
-    for (uint32_t key = 0; key < KEY_TILE; key++)
-        v16_store(scores + key * LANES,
-                  v16_mul(v16_load(scores + key * LANES), v16_set1(ops->k_scales[key / KV_PAGE][key % KV_PAGE])));
+    for (uint32_t at = 0; at < KEY_TILE * width; at += LANES)
+        v16_store(scores + at, v16_mul(v16_load(scores + at), scales_of(width, ops->k_scales, at / width)));
 }
 
 static void rescale(const struct shape *shape, const struct attention_state *state, uint32_t block, v16 f)
@@ -411,36 +476,50 @@ static void rescale(const struct shape *shape, const struct attention_state *sta
         v16_store(o + d * LANES, v16_mul(v16_load(o + d * LANES), f));
 }
 
-/* One step of 64 keys from `first` for 16 rows; `opening` in the first of a segment. */
-V_INLINE void softmax_64(enum backend_kv_dtype dtype, bool masked, const struct shape *shape, struct amx_scratch *s,
-                         const struct operands *ops, const struct attention_state *state, float *scores, uint32_t block,
-                         uint32_t first, bool opening)
+static void set_m(struct amx_scratch *s, const struct attention_state *state, uint32_t block, v16 m)
+{
+    v16_store(state->m + block * LANES, m);
+    v16_store(s->minus_m + block * LANES, v16_sub(v16_set1(0), m));
+}
+
+/* The first step of a segment: m. */
+V_INLINE void open_segment(enum backend_kv_dtype dtype, bool masked, uint32_t width, const struct shape *shape,
+                           struct amx_scratch *s, const struct operands *ops, const struct attention_state *state, float *scores,
+                           uint32_t block, uint32_t first)
+{
+    if (dtype == KV_INT8)
+        scale_scores(width, scores, ops);
+    set_m(s, state, block, largest(width, masked, scores, shape->position[block], first));
+}
+
+/* One step of 64 keys from `first` for a block of rows; `opening` in the first of a segment, after open_segment. Whether a row's
+ * m moved. */
+V_INLINE bool softmax_64(enum backend_kv_dtype dtype, bool masked, uint32_t width, const struct shape *shape,
+                         struct amx_scratch *s, const struct operands *ops, const struct attention_state *state, float *scores,
+                         uint32_t block, uint32_t first, bool opening, const struct kv_layer *kv, const struct key_pages *fetch)
 {
     __m512i position = shape->position[block];
     float *l = state->l + block * LANES, *m = state->m + block * LANES;
-    if (dtype == KV_INT8)
-        scale_scores(scores, ops);
     if (opening) {
-        v16 high = largest(masked, scores, position, first);
-        v16_store(m, high);
-        v16_store(s->minus_m + block * LANES, v16_sub(v16_set1(0), high));
-        v16_store(l, probabilities(dtype, masked, s, ops, scores, position, first, true, high));
-        return;
+        v16_store(l, probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_load(m), kv, fetch));
+        return false;
     }
+    if (dtype == KV_INT8)
+        scale_scores(width, scores, ops);
     v16 shift = dtype == KV_INT8 ? v16_load(m) : v16_set1(0);
-    v16 sum = probabilities(dtype, masked, s, ops, scores, position, first, dtype == KV_INT8, shift), old = v16_load(l);
+    v16 sum = probabilities(dtype, masked, width, s, ops, scores, position, first, dtype == KV_INT8, shift, kv, fetch);
+    v16 old = v16_load(l);
     __mmask16 over = _mm512_cmp_ps_mask(sum, v16_set1(MOST_SUM), _CMP_GT_OQ);
     if (over) { /* rows that are not over keep their m: less 0, times 1 */
-        v16 more = _mm512_maskz_mov_ps(over, v16_sub(largest(masked, scores, position, first), shift)),
+        v16 more = _mm512_maskz_mov_ps(over, v16_sub(largest(width, masked, scores, position, first), shift)),
             f = power_of_2(v16_sub(v16_set1(0), more));
-        v16 high = v16_add(v16_load(m), more);
-        v16_store(m, high);
-        v16_store(s->minus_m + block * LANES, v16_sub(v16_set1(0), high));
-        sum = probabilities(dtype, masked, s, ops, scores, position, first, true, v16_add(shift, more));
+        set_m(s, state, block, v16_add(v16_load(m), more));
+        sum = probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_add(shift, more), kv, NULL);
         old = v16_mul(old, f);
         rescale(shape, state, block, f);
     }
     v16_store(l, v16_add(old, sum));
+    return over != 0;
 }
 
 /* ---- values ---- */
@@ -465,7 +544,7 @@ V_INLINE void softmax_64(enum backend_kv_dtype dtype, bool masked, const struct 
     _tile_stored(t, o + (d + 16 * (t)) * LANES, AMX_ROW_BYTES)
 
 /* o[dims][16 rows] += v p, 64 dimensions at a time. */
-V_INLINE void add_values(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s,
+V_INLINE void add_values(enum backend_kv_dtype dtype, uint32_t width, const struct shape *shape, struct amx_scratch *s,
                          const struct operands *ops, const struct attention_state *state, uint32_t block, bool opening)
 {
     float *o = state->o + (size_t)block * shape->head_dim * LANES;
@@ -476,9 +555,9 @@ V_INLINE void add_values(enum backend_kv_dtype dtype, const struct shape *shape,
         VALUE_BEGIN(2);
         VALUE_BEGIN(3);
         for (uint32_t half = 0; half < KEY_TILE / VALUE_KEYS; half++) {
-            _tile_loadd(6, s->p[0] + half * VALUE_KEYS / 2 * LANES, AMX_ROW_BYTES);
+            _tile_loadd(6, s->p[0] + half * VALUE_KEYS / 2 * width, width * sizeof *s->p[0]);
             if (dtype == KV_F16)
-                _tile_loadd(7, s->p[1] + half * VALUE_KEYS / 2 * LANES, AMX_ROW_BYTES);
+                _tile_loadd(7, s->p[1] + half * VALUE_KEYS / 2 * width, width * sizeof *s->p[1]);
             VALUE_TILE(0)
             VALUE_TILE(1)
             VALUE_TILE(2)
@@ -510,15 +589,78 @@ V_INLINE void attend_keys(enum backend_kv_dtype dtype, const struct shape *shape
     uint32_t begin = 0;
     while (shape->high[begin] < first)
         begin++;
-    score(dtype, shape, s, ops, begin, from_m, s->s[begin & 1]);
+    score(dtype, LANES, shape, s, ops, begin, from_m, s->s[begin & 1]);
     for (uint32_t b = begin; b < shape->n_lane_blocks; b++) {
+        float *scores = s->s[b & 1];
+        bool masked = shape->low[b] < first + KEY_TILE - 1;
         if (b + 1 < shape->n_lane_blocks)
-            score(dtype, shape, s, ops, b + 1, from_m, s->s[(b + 1) & 1]);
-        if (shape->low[b] >= first + KEY_TILE - 1)
-            softmax_64(dtype, false, shape, s, ops, state, s->s[b & 1], b, first, opening);
+            score(dtype, LANES, shape, s, ops, b + 1, from_m, s->s[(b + 1) & 1]);
+        if (opening)
+            open_segment(dtype, masked, LANES, shape, s, ops, state, scores, b, first);
+        if (masked)
+            softmax_64(dtype, true, LANES, shape, s, ops, state, scores, b, first, opening, NULL, NULL);
         else
-            softmax_64(dtype, true, shape, s, ops, state, s->s[b & 1], b, first, opening);
-        add_values(dtype, shape, s, ops, state, b, opening);
+            softmax_64(dtype, false, LANES, shape, s, ops, state, scores, b, first, opening, NULL, NULL);
+        add_values(dtype, LANES, shape, s, ops, state, b, opening);
+    }
+}
+
+V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
+                            struct amx_scratch *s, uint32_t begin, uint32_t end, const struct attention_state *state)
+{
+    struct operands ops;
+    for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
+        leave_empty(shape, state, b);
+    for (uint32_t first = begin; first <= end; first += KEY_TILE) {
+        struct key_pages pages = find_pages(tile, tile->kv_head, first);
+        prepare_keys(dtype, shape, s, &pages, &ops);
+        prepare_values(dtype, tile->kv, s, &pages, &ops);
+        attend_keys(dtype, shape, s, &ops, state, first, first == begin);
+    }
+}
+
+/* What to fetch two steps ahead: keys from `first` of a piece that goes from `begin` to `end`, after them those of the next. */
+static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t begin, uint32_t end, uint32_t first)
+{
+    struct key_pages none = {0};
+    if (first <= end)
+        return find_pages(tile, tile->kv_head, first);
+    first -= end / KEY_TILE * KEY_TILE + KEY_TILE - begin;
+    return tile->next_head && first <= end ? find_pages(tile, tile->kv_head + 1, first) : none;
+}
+
+/* One block of rows. Here the scores of the next keys are on their way while the softmax of these runs, and the keys after them
+ * on theirs from memory. If m moves, the scores that started from it are computed again. */
+V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const struct attention_tile *tile,
+                           const struct shape *shape, struct amx_scratch *s, uint32_t begin, uint32_t end,
+                           const struct attention_state *state)
+{
+    uint32_t piece_begin = tile->segment == WHOLE ? 0 : begin, piece_end = tile->segment == WHOLE ? tile->last : end;
+    struct operands ops, next_ops;
+    struct key_pages pages = find_pages(tile, tile->kv_head, begin), next;
+    prepare_keys(dtype, shape, s, &pages, &ops);
+    score(dtype, width, shape, s, &ops, 0, false, s->s[0]);
+    for (uint32_t first = begin, i = 0; first <= end; first += KEY_TILE, i++) {
+        struct key_pages ahead = pages_ahead(tile, piece_begin, piece_end, first + 2 * KEY_TILE);
+        float *scores = s->s[i & 1], *next_scores = s->s[(i + 1) & 1];
+        bool masked = shape->low[0] < first + KEY_TILE - 1, more = end - first >= KEY_TILE, opening = i == 0, moved;
+        if (opening)
+            open_segment(dtype, masked, width, shape, s, &ops, state, scores, 0, first);
+        if (more) {
+            next = find_pages(tile, tile->kv_head, first + KEY_TILE);
+            prepare_keys(dtype, shape, s, &next, &next_ops);
+            score(dtype, width, shape, s, &next_ops, 0, dtype != KV_INT8, next_scores);
+        }
+        prepare_values(dtype, tile->kv, s, &pages, &ops);
+        if (masked)
+            moved = softmax_64(dtype, true, width, shape, s, &ops, state, scores, 0, first, opening, tile->kv, &ahead);
+        else
+            moved = softmax_64(dtype, false, width, shape, s, &ops, state, scores, 0, first, opening, tile->kv, &ahead);
+        if (moved && more && dtype != KV_INT8)
+            score(dtype, width, shape, s, &next_ops, 0, true, next_scores);
+        add_values(dtype, width, shape, s, &ops, state, 0, opening);
+        if (more)
+            pages = next, ops = next_ops;
     }
 }
 
@@ -526,20 +668,14 @@ V_INLINE void attend_segment(enum backend_kv_dtype dtype, const struct attention
                              struct amx_scratch *s, uint32_t segment, const struct attention_state *state)
 {
     uint32_t begin = segment * SEGMENT, end = tile->last < begin + SEGMENT - 1 ? tile->last : begin + SEGMENT - 1;
-    struct operands ops;
-    for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
-        leave_empty(shape, state, b);
-    struct key_pages pages = find_pages(tile, begin), next = pages;
-    for (uint32_t first = begin; first <= end; first += KEY_TILE, pages = next) {
-        if (tile->last - first >= KEY_TILE) {
-            next = find_pages(tile, first + KEY_TILE);
-            if (shape->n_lane_blocks == 1)
-                fetch_pages(tile->kv, &next);
-        }
-        prepare_keys(dtype, shape, s, &pages, &ops);
-        prepare_values(dtype, tile->kv, s, &pages, &ops);
-        attend_keys(dtype, shape, s, &ops, state, first, first == begin);
-    }
+    if (shape->n_lane_blocks > 1)
+        attend_blocks(dtype, tile, shape, s, begin, end, state);
+    else if (shape->width == FEW)
+        attend_block(dtype, FEW, tile, shape, s, begin, end, state);
+    else if (shape->width == SOME)
+        attend_block(dtype, SOME, tile, shape, s, begin, end, state);
+    else
+        attend_block(dtype, LANES, tile, shape, s, begin, end, state);
 }
 
 /* total = total and then state. A row that ends before the state's segment adds 0 to 1 times what it has. */
@@ -619,11 +755,12 @@ V_INLINE void prepare_queries(enum backend_kv_dtype dtype, const struct attentio
 
 static void describe_rows(const struct attention_tile *tile, struct shape *shape)
 {
-    *shape = (struct shape){tile->kv->head_dim, tile->kv->key_dim, (tile->n_rows + LANES - 1) / LANES};
+    uint32_t width = tile->n_rows <= FEW ? FEW : tile->n_rows <= SOME ? SOME : LANES;
+    *shape = (struct shape){tile->kv->head_dim, tile->kv->key_dim, (tile->n_rows + LANES - 1) / LANES, width};
     for (uint32_t b = 0; b < shape->n_lane_blocks; b++) {
         uint32_t position[LANES];
         for (uint32_t i = 0; i < LANES; i++)
-            position[i] = tile->position[b * LANES + i < tile->n_rows ? b * LANES + i : tile->n_rows - 1];
+            position[i] = tile->position[b * LANES + i % width < tile->n_rows ? b * LANES + i % width : tile->n_rows - 1];
         shape->low[b] = position[0], shape->high[b] = position[LANES - 1];
         shape->position[b] = _mm512_loadu_si512(position);
     }
@@ -637,7 +774,7 @@ V_INLINE void attend(enum backend_kv_dtype dtype, const struct attention_tile *t
     describe_rows(tile, &shape);
     _mm_setcsr(control | FLUSH_TO_ZERO);
     prepare_queries(dtype, tile, &shape, &scratch->amx);
-    amx_begin(AMX_ROWS, AMX_ROW_BYTES);
+    amx_begin_columns(AMX_ROWS, AMX_ROW_BYTES, shape.width);
     if (partial) {
         attend_segment(dtype, tile, &shape, &scratch->amx, tile->segment, partial);
         amx_end();

@@ -11,8 +11,7 @@
 enum {
     PARTIAL_BYTES = 16 << 20,
     MOST_SPLIT = 4096, /* pieces of a split step, of one kv head */
-    MOST_SEGMENTS = 1024,
-    WHOLE = UINT32_MAX
+    MOST_SEGMENTS = 1024
 };
 
 struct attention_piece {
@@ -25,6 +24,7 @@ struct attention_piece {
 
 struct attention_plan {
     uint32_t tile_rows, n_pieces; /* pieces of each kv head */
+    uint32_t chunk;               /* pieces times kv heads that a thread takes at once: 1, or all heads of a piece */
     struct attention_piece *pieces;
     size_t partial_floats;  /* of one state */
     float *partials;        /* [kv head][segments of split tiles] states */
@@ -136,6 +136,13 @@ static void split_tiles(struct attention_plan *plan, uint32_t n_kv)
     }
 }
 
+/* Decoding waits for memory: a thread that knows its next piece can fetch ahead. Prompts need even shares more. */
+static uint32_t choose_chunk(const struct cpu_backend *cpu, const struct attention_plan *plan)
+{
+    bool decode = cpu->step.n_rows < 4 * cpu->step.n_seqs;
+    return decode && plan->n_pieces >= 4 * thread_pool_size(cpu->pool) ? cpu->kv.n_kv_heads : 1;
+}
+
 void cpu_attention_begin(struct cpu_backend *cpu)
 {
     struct attention_plan *plan = cpu->plan;
@@ -144,6 +151,7 @@ void cpu_attention_begin(struct cpu_backend *cpu)
     plan_whole_tiles(cpu, plan);
     if (should_split(cpu, plan))
         split_tiles(plan, cpu->kv.n_kv_heads);
+    plan->chunk = choose_chunk(cpu, plan);
 }
 
 /* ---- running it ---- */
@@ -165,6 +173,7 @@ static void describe_tile(const struct attention_job *job, const struct attentio
     tile->kv_head = kv_head;
     tile->n_rows = n < tile_rows ? n : tile_rows;
     tile->segment = piece->segment;
+    tile->next_head = cpu->plan->chunk > 1 && kv_head + 1 < cpu->kv.n_kv_heads;
     tile->scale = job->args->scale;
     for (uint32_t i = 0; i < tile->n_rows; i++) {
         uint32_t token = (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -214,5 +223,5 @@ static void attend(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 void cpu_attention(struct backend *backend, const struct backend_attention *args)
 {
     struct attention_job job = {cpu_of(backend), args};
-    thread_pool_for(job.cpu->pool, job.cpu->plan->n_pieces * job.cpu->kv.n_kv_heads, 1, attend, &job);
+    thread_pool_for(job.cpu->pool, job.cpu->plan->n_pieces * job.cpu->kv.n_kv_heads, job.cpu->plan->chunk, attend, &job);
 }

@@ -13,15 +13,12 @@ static struct kv_layer layer_layout(const struct cpu_backend *cpu, const struct 
                              .block_size = kv->block_size,
                              .block_shift = (uint32_t)__builtin_ctz(kv->block_size),
                              .value_bytes = dtype == KV_INT8 ? 1 : 2};
-    size_t slots = (size_t)kv->n_kv_heads * kv->block_size;
-    layer.values = slots * layer.key_dim * layer.value_bytes;
-    layer.k_scales = layer.v_scales = layer.values + slots * layer.head_dim * layer.value_bytes;
-    layer.block_bytes = layer.k_scales; /* of one layer here */
-    if (dtype == KV_INT8) {
-        layer.v_scales += slots * sizeof(float);
-        layer.block_bytes += 2 * slots * sizeof(float);
-    }
-    layer.block_bytes = (layer.block_bytes + LINE - 1) & ~(size_t)(LINE - 1);
+    size_t scales = dtype == KV_INT8 ? kv->block_size * sizeof(float) : 0;
+    layer.values = (size_t)kv->block_size * layer.key_dim * layer.value_bytes;
+    layer.k_scales = layer.values + (size_t)kv->block_size * layer.head_dim * layer.value_bytes;
+    layer.v_scales = layer.k_scales + scales;
+    layer.head_bytes = layer.v_scales + scales;            /* whole cache lines: a block has at least 16 slots */
+    layer.block_bytes = kv->n_kv_heads * layer.head_bytes; /* of one layer here */
     return layer;
 }
 

@@ -135,10 +135,10 @@ static void angle_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
     struct row_job *job = arg;
     for (uint32_t r = first; r < end; r++) {
         float *out = job->out->data + (size_t)r * job->out->cols;
-        for (uint32_t i = 0; i < job->x->cols; i++) {
+        for (uint32_t i = 0, n = job->x->cols; i < n; i++) {
             double angle = (double)job->cpu->places[r].position * (double)job->x->data[i];
-            out[2 * i] = (float)cos(angle);
-            out[2 * i + 1] = (float)sin(angle);
+            out[i] = (float)cos(angle);
+            out[n + i] = (float)sin(angle);
         }
     }
 }

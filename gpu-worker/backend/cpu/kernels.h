@@ -17,7 +17,7 @@ struct kernels {
                                const struct panel_store *store);
     void (*rmsnorm)(const float *x, const float *weight, uint32_t n, float eps, float *out);
     void (*silu_mul)(float *gate, const float *up, size_t n);
-    /* angles: (cos, sin) pairs [rotated]. */
+    /* angles: cosines [rotated / 2], then sines. */
     void (*rotate)(float *head, const float *angles, uint32_t rotated, enum rope_style style);
     struct attention_kernels attention[KV_DTYPES];
     uint32_t attention_rows; /* of a tile; at most ATTENTION_TILE */

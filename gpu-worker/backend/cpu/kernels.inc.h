@@ -267,12 +267,24 @@ static void silu_mul(float *gate, const float *up, size_t n)
 /* FMAs are written out: gcc 12 makes vfmaddsub of x * c - y * s, x * s + y * c even under -ffp-contract=off. */
 static void rotate(float *head, const float *angles, uint32_t rotated, enum rope_style style)
 {
-    uint32_t half = rotated / 2;
-    for (uint32_t i = 0; i < half; i++) {
-        uint32_t a = style == ROPE_INTERLEAVED ? 2 * i : i, b = style == ROPE_INTERLEAVED ? 2 * i + 1 : i + half;
-        float c = angles[2 * i], s = angles[2 * i + 1], x = head[a], y = head[b];
-        head[a] = fmaf(x, c, -(y * s));
-        head[b] = fmaf(x, s, y * c);
+    uint32_t half = rotated / 2, i = 0;
+    for (; i + 16 <= half; i += 16) {
+        v16 c = v16_load(angles + i), s = v16_load(angles + half + i), x, y;
+        if (style == ROPE_INTERLEAVED)
+            v16_unzip(head + 2 * i, &x, &y);
+        else
+            x = v16_load(head + i), y = v16_load(head + half + i);
+        v16 a = v16_fma(x, c, v16_sub(v16_set1(0), v16_mul(y, s))), b = v16_fma(x, s, v16_mul(y, c));
+        if (style == ROPE_INTERLEAVED)
+            v16_zip(head + 2 * i, a, b);
+        else
+            v16_store(head + i, a), v16_store(head + half + i, b);
+    }
+    for (; i < half; i++) {
+        float *a = head + (style == ROPE_INTERLEAVED ? 2 * i : i), *b = style == ROPE_INTERLEAVED ? a + 1 : a + half;
+        float c = angles[i], s = angles[half + i], x = *a, y = *b;
+        *a = fmaf(x, c, -(y * s));
+        *b = fmaf(x, s, y * c);
     }
 }
 

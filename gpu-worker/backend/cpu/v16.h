@@ -7,6 +7,7 @@
  */
 #pragma once
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #include "gpu-worker/quant/f16.h"
@@ -134,6 +135,20 @@ V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
     return _mm512_dpwssd_epi32(sum, _mm512_mask_blend_epi16(0xaaaaaaaa, s.low, _mm512_slli_epi32(s.high, 12)), pairs);
+}
+/* 32 floats: those at even and those at odd places; and back. */
+V_INLINE void v16_unzip(const float *p, v16 *even, v16 *odd)
+{
+    const __m512i at = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    v16 a = v16_load(p), b = v16_load(p + 16);
+    *even = _mm512_permutex2var_ps(a, at, b);
+    *odd = _mm512_permutex2var_ps(a, _mm512_add_epi32(at, _mm512_set1_epi32(1)), b);
+}
+V_INLINE void v16_zip(float *p, v16 even, v16 odd)
+{
+    const __m512i at = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    v16_store(p, _mm512_permutex2var_ps(even, at, odd));
+    v16_store(p + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(at, _mm512_set1_epi32(8)), odd));
 }
 V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
@@ -331,6 +346,28 @@ V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
     return (i32x16){_mm256_add_epi32(sum.a, _mm256_madd_epi16(s.a, pairs.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(s.b, pairs.b))};
 }
+V_INLINE __m256 v8_unzip(__m256 a, __m256 b, bool odd)
+{
+    __m256 x = odd ? _mm256_shuffle_ps(a, b, 0xdd) : _mm256_shuffle_ps(a, b, 0x88);
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
+}
+V_INLINE void v16_unzip(const float *p, v16 *even, v16 *odd)
+{
+    v16 x = v16_load(p), y = v16_load(p + 16);
+    *even = V16_EACH(v8_unzip(x.a, x.b, false), v8_unzip(y.a, y.b, false));
+    *odd = V16_EACH(v8_unzip(x.a, x.b, true), v8_unzip(y.a, y.b, true));
+}
+V_INLINE void v8_zip(float *p, __m256 even, __m256 odd)
+{
+    __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+    _mm256_storeu_ps(p, _mm256_permute2f128_ps(low, high, 0x20));
+    _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(low, high, 0x31));
+}
+V_INLINE void v16_zip(float *p, v16 even, v16 odd)
+{
+    v8_zip(p, even.a, odd.a);
+    v8_zip(p + 16, even.b, odd.b);
+}
 V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
 #else
@@ -473,6 +510,16 @@ V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
     return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(pairs.i[i] * s.i[i]));
+}
+V_INLINE void v16_unzip(const float *p, v16 *even, v16 *odd)
+{
+    for (int i = 0; i < 16; i++)
+        even->f[i] = p[2 * i], odd->f[i] = p[2 * i + 1];
+}
+V_INLINE void v16_zip(float *p, v16 even, v16 odd)
+{
+    for (int i = 0; i < 16; i++)
+        p[2 * i] = even.f[i], p[2 * i + 1] = odd.f[i];
 }
 V_INLINE void v_prefetch(const void *p) { (void)p; }
 #endif
