@@ -321,6 +321,10 @@ bench-cpu-hold bench-cpu-release: bench-cpu-%:
 #: bench-cpu-table         what bench-cpu has measured so far
 bench-cpu-table:
 	@$(PYTHON) tests/bench/bench_cpu.py table
+#: bench-kernels           products alone: FORMATS, ISAS (amx,avx512,...), COUNTS of rows (1,8,...)
+bench-kernels: COUNTS ?= 1,8,32,512
+bench-kernels: $(B)/tests/bench/bench_kernels
+	@for format in $(or $(FORMATS),Q4_1 Q8_0); do $< $$format $(or $(ISAS),auto) 0 9 $(COUNTS) || exit; done
 #: bench-latency           what waits for what in one worker (ONLY="start step streams hit busy")
 # ONLY: some parts of it ("start step streams hit busy").
 bench-latency: deps models-test
@@ -365,6 +369,6 @@ clean:
 help:
 	@sed -n 's/^#: /  /p' Makefile
 
-.PHONY: bench-latency all cuda test-cuda $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
+.PHONY: bench-kernels bench-latency all cuda test-cuda $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)
