@@ -146,7 +146,9 @@ start() {
 }
 
 stop() {
-    local w
+    local w any=
+    for w in redis $WORKERS nginx; do running "$w" >/dev/null && any=yes; done
+    [ -n "$any" ] || say "nothing is running"
     end nginx QUIT
     for w in $WORKERS; do end "$w" TERM; done
     end redis TERM

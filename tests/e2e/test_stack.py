@@ -1,4 +1,5 @@
 """conf/stack.sh, as `make run` and `make stop` call it: on other ports and in its own folder."""
+import json
 import os
 import re
 import signal
@@ -54,13 +55,14 @@ def shell(line):
 
 def test_the_printed_commands_work(demo):
     lines = [line for line in demo.printed.splitlines() if line.startswith(("curl", "redis-cli"))]
-    streamed, first, second, workers, owners = (shell(line) for line in lines)
+    streamed, first, second, workers, owners, status = (shell(line) for line in lines)
     assert streamed.startswith("data: ") and streamed.rstrip().endswith("data: [DONE]")
     owner = re.search(r"^X-Kvgate-Worker: (\w+)", first, re.M | re.I).group(1)
     assert re.search(rf"^X-Kvgate-Worker: {owner}\b", second, re.M | re.I)
     hit = int(re.search(r"^X-Kvgate-Hit-Tokens: (\d+)", second, re.M | re.I).group(1))
     assert hit >= 1024 and int(re.search(r'"cached_tokens": ?(\d+)', second).group(1)) == hit
     assert "w1" in workers and "w2" in workers and owners.startswith(owner + " 127.0.0.1:")
+    assert {w["id"] for w in json.loads(status)["models"][0]["workers"]} == {"w1", "w2"} and json.loads(status)["models"][0]["requests"] == 3
 
 
 def test_start_again_starts_nothing(demo):
