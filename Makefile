@@ -129,7 +129,7 @@ fuzzers: $(FUZZ_BIN)
 #   plain   optimized          check   every access of device code checked (-fsanitize=thread, the emulator's own callbacks)
 #   asan    ASan and UBSan     cov     line coverage
 # Headers and nvcc are those of CUDA_HOME, or of NVIDIA's packages on PyPI where no CUDA is installed.
-CUDA_HOME ?= $(if $(wildcard /usr/local/cuda/include/cuda_runtime.h),/usr/local/cuda,build/cuda)
+CUDA_HOME ?= $(if $(wildcard /usr/local/cuda/include/cuda_runtime.h),/usr/local/cuda,build/cuda-toolkit)
 CUDA_PIP  := nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
              nvidia-cuda-cccl==13.0.85 nvidia-cublas==13.1.0.3 nvidia-nccl-cu13==2.28.9
 $(CUDA_HOME)/include/cuda_runtime.h: | $(if $(NO_INSTALL),,build/.venv)
@@ -189,10 +189,10 @@ NVCC      := $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH := 80 90a 100a
 NVCCFLAGS := -std=c++20 -O3 -lineinfo -Xcompiler -fPIC,-Wall -Xptxas -v -I. -DKVGATE_VERSION='"$(VERSION)"' \
              $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch))
-$(B)/cuda/%.cu.o: %.cu $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h) gpu-worker/backend/sampling.h gpu-worker/backend/sample_noise.h
+$(B)/cuda/%.cu.o: %.cu $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h) gpu-worker/backend/sampling.h gpu-worker/backend/sample_noise.h | $(CUDA_HOME)/include/cuda_runtime.h
 	@mkdir -p $(@D)
 	$(call say,NVCC)
-	$(Q)$(NVCC) $(NVCCFLAGS) -c $< -o $@ 2> $@.ptxas || { grep -v "^ptxas info" $@.ptxas; exit 1; }
+	$(Q)$(NVCC) $(NVCCFLAGS) -c $< -o $@ 2> $@.ptxas || { grep -v "^ptxas info" $@.ptxas; rm -f $@; exit 1; }
 $(B)/cuda/%.o: %.c | $(CUDA_HOME)/include/cuda_runtime.h
 	@mkdir -p $(@D)
 	$(call say,CC)
@@ -212,8 +212,8 @@ build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && to
 #: test-cuda               the CUDA backend on an emulator, without a GPU
 test-cuda: deps
 	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
-	-$(MAKE) -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
-	@B=$(B) CUDA_HOME=$(CUDA_HOME) $(PYTHON) tests/cusim/run.py
+	-$(MAKE) -k -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
+	@B=$(B) CUDA_HOME=$(CUDA_HOME) FULL=$(FULL) $(PYTHON) tests/cusim/run.py
 
 # ---- the nginx module (its own section: built by nginx's configure) ----------------------------------------------------
 MODULE := $(B)/ngx_http_kvgate_module.so

@@ -152,7 +152,8 @@ def main():
     run_profile(results)
     run_coverage(results)
     print("\nwhat nvcc made")
-    sass.gate(os.path.join(ROOT, BUILD, "cuda"), os.environ.get("CUDA_HOME", ""), results)
+    kernels = sorted(glob.glob("gpu-worker/backend/cuda/*.cu", root_dir=ROOT))
+    sass.gate(os.path.join(ROOT, BUILD, "cuda"), kernels, os.environ.get("CUDA_HOME", ""), results)
     print(f"\n{time.monotonic() - began:.0f} s\n{results.passed} passed, {results.failed} failed")
     return 1 if results.failed else 0
 

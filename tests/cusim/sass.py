@@ -85,11 +85,14 @@ def count_instructions(folder, cuobjdump, nvdisasm):
     return counts
 
 
-def gate(folder, cuda_home, results):
-    rows = read_ptxas(folder)
-    if not rows:
-        print("skipped: the nvcc build (no nvcc, or it failed: see above)")
+def gate(folder, sources, cuda_home, results):
+    if not find_tool("nvcc", cuda_home):
+        print("skipped: the nvcc build (no nvcc)")
         return
+    for source in sources:
+        good = os.path.exists(os.path.join(folder, source + ".o"))
+        results.add(f"nvcc {source}", good, "" if good else "(did not compile: see above)")
+    rows = read_ptxas(folder)
     cuobjdump, nvdisasm = find_tool("cuobjdump", cuda_home), find_tool("nvdisasm", cuda_home)
     counts = count_instructions(folder, cuobjdump, nvdisasm) if cuobjdump and nvdisasm else {}
     groups = collections.defaultdict(list)
