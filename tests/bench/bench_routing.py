@@ -246,7 +246,7 @@ def main():
     gateways = int(os.environ.get("GATEWAYS") or 1)
     loads = [float(x) for x in (os.environ.get("LOAD") or "1 1.4").split()]
     if not os.path.exists(trace):
-        sys.exit(f"bench-routing: {f'no file {trace}' if trace else 'no trace'}: give one in the Mooncake JSONL format by TRACE=FILE")
+        sys.exit(f"bench-routing: no trace{f' at {trace}' if trace else ''}: give one in the Mooncake JSONL format by TRACE=FILE")
     rates = Rates()
     requests = read_trace(trace, rates.block)
     print(f"{len(requests)} requests, {WORKERS} workers, {gateways} gateway(s)\n")
