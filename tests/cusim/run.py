@@ -144,6 +144,13 @@ def run_coverage(results):
         print("skipped: coverage (no device code was built for it)")
 
 
+def run_worker(results):
+    """The worker itself with the emulated device; skipped tests count as failed."""
+    print("\nthe worker")
+    code, output, seconds = run([sys.executable, "-m", "pytest", "-q", "tests/e2e/test_device.py"])
+    results.add("tests/e2e/test_device.py", code == 0 and "skipped" not in output, f"{seconds:.1f} s", output)
+
+
 def main():
     results, began = Results(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
@@ -151,6 +158,7 @@ def main():
         run_planted(results, pool)
     run_profile(results)
     run_coverage(results)
+    run_worker(results)
     print("\nwhat nvcc made")
     kernels = sorted(glob.glob("gpu-worker/backend/cuda/*.cu", root_dir=ROOT))
     sass.gate(os.path.join(ROOT, BUILD, "cuda"), kernels, os.environ.get("CUDA_HOME", ""), results)

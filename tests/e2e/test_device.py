@@ -1,0 +1,63 @@
+"""--device: the worker with its CUDA backend on the emulator, and without one."""
+import os
+import subprocess
+
+import pytest
+import toy_model
+
+from conftest import BUILD
+from stack import Worker
+
+EMULATED = os.path.join(BUILD, "kvgate-cuda-emulated.so")
+PROMPTS = ["river stone lamp", "garden winter copper signal harbor meadow thunder", "a"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("device") / "toy.gguf")
+    toy_model.random_model(path, shape=toy_model.Shape(heads=2, kv_heads=1, head_dim=64, context=256), types="Q8_0", seed=5)
+    return path
+
+
+def worker(toy, device, file, monkeypatch):
+    monkeypatch.setenv("KVGATE_CUDA", file)
+    return Worker("--device", device, "--num-kv-blocks", "64", model=toy, served="toy", gateway=False)
+
+
+def answers(worker):
+    """Greedy continuations, as text."""
+    ask = worker.openai(timeout=120).completions.create
+    return [ask(model="toy", prompt=p, max_tokens=6, temperature=0).choices[0].text for p in PROMPTS]
+
+
+def devices_said(worker):
+    return [line for line in worker.log().splitlines() if "cuda" in line.lower()]
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_the_emulated_device_answers_as_the_cpu_does(toy, monkeypatch):
+    with worker(toy, "cpu", "", monkeypatch) as cpu:
+        expected = answers(cpu)
+    with worker(toy, "cuda", EMULATED, monkeypatch) as cuda:
+        assert answers(cuda) == expected
+        assert answers(cuda) == expected  # from the cache now
+    assert len(set(expected)) > 1
+
+
+def test_auto_without_a_device_says_so_once_and_runs_on_the_cpu(toy, tmp_path, monkeypatch):
+    missing = str(tmp_path / "none.so")
+    with worker(toy, "auto", missing, monkeypatch) as auto:
+        assert answers(auto)
+        said = devices_said(auto)
+    assert len(said) == 1 and "running on the CPU" in said[0] and missing in said[0]
+
+
+def test_cuda_without_its_file_ends_the_worker_with_status_1(toy, tmp_path, monkeypatch):
+    missing = str(tmp_path / "none.so")
+    process = worker(toy, "cuda", missing, monkeypatch)
+    try:
+        done = subprocess.run(process.command(), capture_output=True, text=True, timeout=60)
+    finally:
+        process.close()
+    assert done.returncode == 1
+    assert missing in done.stderr
