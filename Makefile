@@ -206,7 +206,8 @@ $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
 #: cuda                    the CUDA backend, build/kvgate-cuda.so
 cuda: $(B)/kvgate-cuda.so
 
-# Everything about CUDA that needs no GPU. The disassembler for the gate on registers, spills and instructions is a package.
+# Everything about CUDA that needs no GPU; FULL=1 (make test-long): slow programs in all builds and orders as well.
+# The disassembler for the gate on registers, spills and instructions is a package.
 SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
 #: test-cuda               the CUDA backend on an emulator, without a GPU
@@ -251,6 +252,7 @@ test: deps models-test
 test-long: deps models-all
 	$(MAKE) -j$(JOBS) check-layers all unit tools
 	$(PYTEST) tests
+	$(MAKE) test-cuda FULL=1
 #: smoke                   the stack end to end
 smoke: deps models
 	$(MAKE) -j$(JOBS) all

@@ -20,7 +20,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 BUILD = os.environ.get("B", "build")
 ORDERS = ["fwd", "rev", "rand1"]
 BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "rand2"), ("asan", "rev")]
-LIMIT = 240  # seconds for one program; the slowest takes a tenth of it on an idle machine
+# The whole model takes half a minute and more in each; all builds and orders of it run with FULL=1 (make test-long).
+SLOW = {"backend/test_cuda_model": [("plain", "rev"), ("check", "fwd"), ("asan", "rev")]}
+FULL = bool(os.environ.get("FULL"))
+LIMIT = 480  # seconds for one program; the slowest takes a fifth of it on an idle machine
 
 
 class Results:
@@ -57,7 +60,8 @@ def test_programs():
 
 def run_programs(results, pool):
     print("\nprograms, in builds and orders of threads")
-    todo = [(name, flavour, order) for name in test_programs() for flavour, order in BUILDS]
+    builds = {name: BUILDS if FULL else SLOW.get(name, BUILDS) for name in test_programs()}
+    todo = [(name, flavour, order) for name in builds for flavour, order in builds[name]]
     profiled = {"CUSIM_PROF": os.devnull}  # the emulator's own programs test its profiler as well
     done = pool.map(lambda t: run([program(t[1], t[0])], CUSIM_ORDER=t[2], **(profiled if t[:2] == ("test_runtime", "check") else {})), todo)
     for (name, flavour, order), (code, output, seconds) in zip(todo, done):
@@ -103,6 +107,12 @@ def read_profile(path):
     return lines
 
 
+def says_half_sectors(place, number):
+    """A line may say that it reads 16 bytes of each sector and the next load, from the L1 cache, the other 16."""
+    with open(os.path.join(ROOT, "gpu-worker/backend/cuda", place), encoding="utf-8") as f:
+        return "half sectors" in f.read().splitlines()[number - 1]
+
+
 def run_profile(results):
     """16-byte accesses of global memory use whole sectors (but for the tails of odd shapes), banks conflict at most twice."""
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +131,8 @@ def run_profile(results):
             continue
         if memory == "global" and size == 16:
             detail = f"16-byte global: {100 * asked / moved:.0f} % of the sectors' bytes used, at best {100 * best:.0f}"
-            results.add(f"{place}:{number}", best > 0.95 and asked >= 0.8 * moved, detail)
+            share = 0.5 if says_half_sectors(place, number) else 1
+            results.add(f"{place}:{number}", best > 0.95 * share and asked >= 0.8 * share * moved, detail)
         elif memory == "shared" and passes > 1:
             results.add(f"{place}:{number}", passes <= 2, f"{size}-byte shared: {passes:.2f} passes for each that is needed")
 

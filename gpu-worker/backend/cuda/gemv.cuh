@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(GEMV_WARPS *WARP, 2) gemv_float_kernel(struct 
             if (cols % 4 == 0) {
 #pragma unroll
                 for (int i = 0; i < STEP; i += 4) {
-                    uint4 raw = k + i < cols ? ld128(xc + i) : make_uint4(0, 0, 0, 0);
+                    uint4 raw = k + i < cols ? ld128(xc + i) : make_uint4(0, 0, 0, 0); /* half sectors, read in turn */
                     unpack_floats<MATRIX_F32>(raw, v + i);
                 }
             } else {
