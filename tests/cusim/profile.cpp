@@ -26,7 +26,8 @@ struct place {
     std::vector<uint32_t> count;                      /* executions by each thread of this block */
 };
 using place_key = std::tuple<std::string, const void *, bool>; /* kernel, site, shared */
-static std::map<place_key, place> places;
+/* Never destroyed: they are read at exit, behind the destructors of static objects. */
+static auto &places = *new std::map<place_key, place>;
 
 void profile_access(const void *, size_t offset, int size, access kind, bool shared, const void *site)
 {
@@ -90,8 +91,8 @@ void profile_end_block()
     }
 }
 
-static std::vector<cusim_profile_row> rows;
-static std::vector<std::string> row_lines;
+static auto &rows = *new std::vector<cusim_profile_row>;
+static auto &row_lines = *new std::vector<std::string>;
 
 static void make_rows()
 {

@@ -101,7 +101,7 @@ bool in_program(const void *p)
 
 static std::map<const void *, std::string> &lines()
 {
-    static std::map<const void *, std::string> known;
+    static auto &known = *new std::map<const void *, std::string>; /* never destroyed: it is read at exit */
     return known;
 }
 
