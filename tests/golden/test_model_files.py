@@ -19,7 +19,7 @@ def run(path, ids, tmp_path, isa="auto"):
     files = [str(tmp_path / name) for name in ("ids", "picks", "out")]
     np.asarray(ids, "<u4").tofile(files[0])
     np.tile(np.arange(64, dtype="<u4"), len(ids) - FIRST).tofile(files[1])
-    done = subprocess.run([f"{BUILD}/tests/tools/logits", str(path), *files, str(len(ids)), str(FIRST), isa, "2", "17"], capture_output=True,
+    done = subprocess.run([f"{BUILD}/tests/tools/logits", str(path), *files, str(len(ids)), str(FIRST), isa, "2", "17", "f16"], capture_output=True,
                           text=True, timeout=300)
     return done, np.fromfile(files[2], "<f4").reshape(-1, 66)[:, :64].astype(np.float64) if done.returncode == 0 else None
 
