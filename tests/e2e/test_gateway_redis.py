@@ -157,6 +157,8 @@ def test_a_flushed_database_fails_no_request(fleet):
     for _ in range(20):
         assert fleet.post().status_code == 200
     wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] in ROUTED, 15, "workers registered again")
+    # the fallback's list follows with the gateway's next look
+    wait_until(lambda: set(fleet.gateway.workers()) == {"w1", "w2", "w3"}, 15, "all workers known again")
 
 
 def test_a_redis_that_refuses_scripts_is_redis_error(fleet):
