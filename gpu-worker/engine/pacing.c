@@ -3,7 +3,7 @@
 #include <stdbool.h>
 
 enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16 };
-static const double alone = 0.5, beside_streams = 0.02; /* seconds */
+static const double alone = 0.5, beside_streams = 0.02, beside_few = 0.05; /* seconds */
 static const double decode_steps = 2.5;
 static const double memory = 0.98, ridge = 1e-3, least_own_share = 0.2;
 
@@ -17,8 +17,10 @@ static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
 {
     if (n_decodes == 0)
         return alone;
-    double longer = decode_steps * pacing->decode_seconds;
-    return longer < beside_streams ? beside_streams : longer < alone ? longer : alone;
+    double target = fmin(fmax(decode_steps * pacing->decode_seconds, beside_streams), alone);
+    if (pacing->n_prompts < 2)
+        return target;
+    return fmax(target, fmin(target * (1 + (pacing->n_prompts - 1.0) / n_decodes), beside_few));
 }
 
 /* The n of  row n + pair (n + KEYS_ROWS) (past + n / 2) = seconds;  0 where the keys alone take longer. */

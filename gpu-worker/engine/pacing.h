@@ -1,8 +1,9 @@
 /* How many prompt rows a step may take, so that it lasts about as long as it should.
  *
  * While a stream decodes, a step is cut to 2.5 steps of decode rows alone, because the stream's next token waits for it; not
- * below 20 ms: tiny chunks would pay the fixed cost of a step again and again. Otherwise a step takes 500 ms: heartbeats and
- * cancellations wait for it.
+ * below 20 ms: tiny chunks would pay the fixed cost of a step again and again. Where several prompts wait, more clients gain from a
+ * longer step than lose: it grows by the share of prompts to streams, up to 50 ms. Without streams a step takes 500 ms: heartbeats
+ * and cancellations wait for it.
  *
  *   seconds = decode rows alone + row n + pair (n + KEYS_ROWS) keys        n prompt rows that see so many keys each, on average
  *
@@ -24,6 +25,7 @@ struct pacing {
     uint32_t fixed;           /* tests: exactly this many; 0 = follow the fit */
     struct pacing_fit fit[2]; /* [1] while a stream decodes */
     double decode_seconds;    /* a step of decode rows alone; 0 = not seen yet */
+    uint32_t n_prompts;       /* that want rows in the step to come */
 };
 
 /* What a step computed. */

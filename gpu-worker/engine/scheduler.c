@@ -298,11 +298,22 @@ static uint32_t next_past(const struct scheduler *sched)
     return 0;
 }
 
+/* Sequences that want prompt rows and may run. */
+static uint32_t count_prompts(const struct scheduler *sched)
+{
+    uint32_t slots = sched->options.max_num_seqs - sched->n_running, n = sched->n_waiting < slots ? sched->n_waiting : slots;
+
+    for (uint32_t i = 0; i < sched->n_running; i++)
+        n += sequence_pending(sched->running[i]) > 1;
+    return n;
+}
+
 void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
 {
     plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = plan->n_drafts = 0;
     plan_decodes(sched, plan);
     plan_drafts(sched, plan);
+    sched->pacing.n_prompts = count_prompts(sched);
     uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, next_past(sched));
     if (plan_prefills(sched, plan, &room))
         plan_admissions(sched, plan, &room, now);

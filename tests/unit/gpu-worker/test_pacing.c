@@ -24,17 +24,34 @@ static double step(struct pacing *pacing, const struct machine *machine, uint32_
 }
 
 /* Seconds of a step with a chunk after `steps` of them. */
-static double settle(const struct machine *machine, uint32_t n_decodes, int steps)
+static double settle_beside(const struct machine *machine, uint32_t n_decodes, uint32_t n_prompts, int steps)
 {
     struct pacing pacing;
     double seconds = 0;
 
     pacing_init(&pacing, 8192, 0);
+    pacing.n_prompts = n_prompts;
     for (int i = 0; i < 5 && n_decodes; i++)
         step(&pacing, machine, 0, n_decodes);
     for (int i = 0; i < steps; i++)
         seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes, 0), n_decodes);
     return seconds;
+}
+
+static double settle(const struct machine *machine, uint32_t n_decodes, int steps)
+{
+    return settle_beside(machine, n_decodes, 1, steps);
+}
+
+static void many_prompts_beside_few_streams_lengthen_a_step(void **state)
+{
+    const struct machine usual = {0.008, 0.0002}, slow = {0.2, 0.004};
+
+    assert_true(settle_beside(&usual, 1, 31, 60) > 0.043 && settle_beside(&usual, 1, 31, 60) < 0.058); /* the most */
+    assert_true(settle_beside(&usual, 8, 5, 60) > 0.026 && settle_beside(&usual, 8, 5, 60) < 0.037);   /* half as many more */
+    assert_true(settle_beside(&usual, 28, 2, 60) > 0.03 &&
+                settle_beside(&usual, 28, 2, 60) < 0.041); /* 2.5 decode steps, hardly more */
+    assert_true(settle_beside(&slow, 2, 31, 60) > 0.3 && settle_beside(&slow, 2, 31, 60) < 0.55); /* long enough already */
 }
 
 static void steps_settle_near_their_target(void **state)
@@ -106,6 +123,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(steps_settle_near_their_target),
+        cmocka_unit_test(many_prompts_beside_few_streams_lengthen_a_step),
         cmocka_unit_test(a_machine_that_slows_down_is_followed_in_a_few_steps),
         cmocka_unit_test(a_chunk_follows_the_depth_of_its_prompt),
         cmocka_unit_test(a_chunk_is_never_over_what_a_step_may_hold),
