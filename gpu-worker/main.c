@@ -146,11 +146,11 @@ static void log_speculation(const struct options *options)
                  what[accept_rule(options->spec_accept)]);
 }
 
-static int load_draft_model(struct worker *worker, struct kvg_error *err)
+/* What the target and the draft model have in common. */
+static struct model_options options_of_model(const struct options *options, const char *path)
 {
-    const struct options *options = &worker->options;
-    struct model_options model_options = {
-        .path = options->speculative_model,
+    return (struct model_options){
+        .path = path,
         .device = options->device,
         .cpu_isa = options->cpu_isa,
         .cpu_arithmetic = options->cpu_arithmetic,
@@ -160,11 +160,17 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
         .enforce_eager = options->enforce_eager,
         .max_rows = options->max_num_batched_tokens,
         .max_seqs = options->max_num_seqs,
-        .max_outputs = options->max_num_seqs,
-        .scored = DRAFTER_BRIEF,
     };
+}
+
+static int load_draft_model(struct worker *worker, struct kvg_error *err)
+{
+    const struct options *options = &worker->options;
+    struct model_options model_options = options_of_model(options, options->speculative_model);
     if (!options->speculative_model || strcmp(options->speculative_model, "ngram") == 0)
         return 0;
+    model_options.max_outputs = options->max_num_seqs;
+    model_options.scored = DRAFTER_BRIEF;
     log_info("loading %s, which drafts", options->speculative_model);
     if (kvg_prompt_model_open(&worker->draft_prompt_model, options->speculative_model, 0, err) < 0)
         return -1;
@@ -177,20 +183,9 @@ static int load_model(struct worker *worker, struct kvg_error *err)
     int64_t started = monotonic_ms();
     struct progress progress = {started, options->model};
     struct engine_options engine;
-    struct model_options model_options = {
-        .path = options->model,
-        .device = options->device,
-        .cpu_isa = options->cpu_isa,
-        .cpu_arithmetic = options->cpu_arithmetic,
-        .kv_cache_dtype = options->kv_cache_dtype,
-        .threads = options->threads,
-        .deterministic = options->deterministic,
-        .enforce_eager = options->enforce_eager,
-        .max_rows = options->max_num_batched_tokens,
-        .max_seqs = options->max_num_seqs,
-        .progress = on_progress,
-        .context = &progress,
-    };
+    struct model_options model_options = options_of_model(options, options->model);
+    model_options.progress = on_progress;
+    model_options.context = &progress;
     if (load_draft_model(worker, err) < 0)
         return -1;
     engine = engine_options(worker);

@@ -342,15 +342,8 @@ V_INLINE v16 power_of_2_short(v16 x)
 /* v16_exp2 without its bounds. */
 V_INLINE v16 power_of_2(v16 x)
 {
-    v16 n = v16_round(x), r = v16_sub(x, n);
-    v16 p = v16_set1(1.535336188319500e-4f);
-    p = v16_fma(p, r, v16_set1(1.339887440266574e-3f));
-    p = v16_fma(p, r, v16_set1(9.618437357674640e-3f));
-    p = v16_fma(p, r, v16_set1(5.550332471162809e-2f));
-    p = v16_fma(p, r, v16_set1(2.402264791363012e-1f));
-    p = v16_fma(p, r, v16_set1(6.931472028550421e-1f));
-    p = v16_fma(p, r, v16_set1(1.0f));
-    return _mm512_scalef_ps(p, n);
+    v16 n = v16_round(x);
+    return _mm512_scalef_ps(v16_exp2_fraction(v16_sub(x, n)), n);
 }
 
 /* Key of each lane after the vector's first. */

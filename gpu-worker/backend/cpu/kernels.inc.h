@@ -51,19 +51,6 @@ V_INLINE void store_panel(const struct panel_store *store, uint32_t row, uint32_
     }
 }
 
-/* The 8 lines of one half cell, unpacked from 4-bit halves and bit planes. */
-V_INLINE u8x64 cell_line(const uint8_t *half, uint32_t bits, int g)
-{
-    if (bits == 8)
-        return u8x64_load(half + g * LINE);
-    u8x64 packed = u8x64_load(half + g % 4 * LINE), line = g < 4 ? u8x64_low4(packed) : u8x64_high4(packed);
-    if (bits >= 5)
-        line = u8x64_add_bits(line, half + 4 * LINE + g * 8, 16);
-    if (bits >= 6)
-        line = u8x64_add_bits(line, half + 5 * LINE + g * 8, 32);
-    return line;
-}
-
 V_INLINE i32x16 dot_line(uint32_t bits, i32x16 sum, u8x64 line, const int8_t *q)
 {
     return bits == 8 ? i32x16_dot8(sum, line, q) : i32x16_dot(sum, line, q);

@@ -26,18 +26,6 @@ struct stretch {
     _Alignas(64) int32_t sums[4][AMX_ROWS * 16];
 };
 
-V_INLINE u8x64 unpacked_line(const uint8_t *half, uint32_t bits, int g)
-{
-    if (bits == 8)
-        return u8x64_load(half + g * LINE);
-    u8x64 packed = u8x64_load(half + g % 4 * LINE), line = g < 4 ? u8x64_low4(packed) : u8x64_high4(packed);
-    if (bits >= 5)
-        line = u8x64_add_bits(line, half + 4 * LINE + g * 8, 16);
-    if (bits >= 6)
-        line = u8x64_add_bits(line, half + 5 * LINE + g * 8, 32);
-    return line;
-}
-
 V_INLINE void unpack_scales(struct stretch *s, uint32_t i, enum quant_scales scales, const uint8_t *cell, const uint8_t *super)
 {
     for (uint32_t h = 0; h < 2; h++) {
@@ -71,7 +59,7 @@ V_INLINE void unpack_stretch(struct stretch *s, uint32_t bits, enum quant_scales
         unpack_scales(s, i, scales, cell, super);
         for (uint32_t h = 0; h < 2; h++)
             for (int g = 0; g < 8; g++) {
-                u8x64 line = unpacked_line(codes + h * panel_half_bytes(bits), bits, g);
+                u8x64 line = cell_line(codes + h * panel_half_bytes(bits), bits, g);
                 _mm512_store_si512(s->b + i * GROUP_BYTES + (h * 8 + (uint32_t)g) * LINE,
                                    _mm512_sub_epi8(line, _mm512_set1_epi8(offset)));
             }

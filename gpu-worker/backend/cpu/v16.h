@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include "gpu-worker/backend/cpu/panels.h"
 #include "gpu-worker/quant/f16.h"
 
 #define V_INLINE static inline __attribute__((always_inline))
@@ -565,18 +566,34 @@ V_INLINE void v16_store_n(float *p, v16 a, int n)
     v16_store(f, a);
     memcpy(p, f, (size_t)n * sizeof *f);
 }
-/* 2^x to within 2 ulp for -100 <= x <= 127; below it gives 2^-100, which is nothing beside 1 and still leaves products with it normal
- * (an operation on denormals takes a hundred cycles). Minimax polynomial on [-1/2, 1/2] after taking out the nearest integer. */
-V_INLINE v16 v16_exp2(v16 x)
+/* 2^r on [-1/2, 1/2]: minimax polynomial. */
+V_INLINE v16 v16_exp2_fraction(v16 r)
 {
-    x = v16_min(v16_max(x, v16_set1(-100.0f)), v16_set1(127.0f));
-    v16 n = v16_round(x), r = v16_sub(x, n);
     v16 p = v16_set1(1.535336188319500e-4f);
     p = v16_fma(p, r, v16_set1(1.339887440266574e-3f));
     p = v16_fma(p, r, v16_set1(9.618437357674640e-3f));
     p = v16_fma(p, r, v16_set1(5.550332471162809e-2f));
     p = v16_fma(p, r, v16_set1(2.402264791363012e-1f));
     p = v16_fma(p, r, v16_set1(6.931472028550421e-1f));
-    p = v16_fma(p, r, v16_set1(1.0f));
-    return v16_scale2(p, n);
+    return v16_fma(p, r, v16_set1(1.0f));
+}
+/* 2^x to within 2 ulp for -100 <= x <= 127; below it gives 2^-100, which is nothing beside 1 and still leaves products with it normal
+ * (an operation on denormals takes a hundred cycles). */
+V_INLINE v16 v16_exp2(v16 x)
+{
+    x = v16_min(v16_max(x, v16_set1(-100.0f)), v16_set1(127.0f));
+    v16 n = v16_round(x);
+    return v16_scale2(v16_exp2_fraction(v16_sub(x, n)), n);
+}
+/* The 8 lines of one half cell, unpacked from 4-bit halves and bit planes. */
+V_INLINE u8x64 cell_line(const uint8_t *half, uint32_t bits, int g)
+{
+    if (bits == 8)
+        return u8x64_load(half + g * LINE);
+    u8x64 packed = u8x64_load(half + g % 4 * LINE), line = g < 4 ? u8x64_low4(packed) : u8x64_high4(packed);
+    if (bits >= 5)
+        line = u8x64_add_bits(line, half + 4 * LINE + g * 8, 16);
+    if (bits >= 6)
+        line = u8x64_add_bits(line, half + 5 * LINE + g * 8, 32);
+    return line;
 }
