@@ -3,8 +3,9 @@
 #include <stdbool.h>
 
 enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16 };
-static const double alone = 0.5, beside_streams = 0.02, beside_few = 0.05; /* seconds */
-static const double decode_steps = 2.5;
+static const double alone = 0.5, beside_streams = 0.02, beside_few = 0.25; /* seconds */
+                                                                           /* seconds */
+static const double decode_steps = 2.5, a_prompt_more = 2;                 /* streams that one more prompt outweighs */
 static const double memory = 0.98, ridge = 1e-3, least_own_share = 0.2;
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed)
@@ -13,14 +14,20 @@ void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed)
     *pacing = (struct pacing){.most = most, .fixed = fixed, .fit = {fit, fit}};
 }
 
+/* Decode rows alone; 0 before any were seen. */
+static double decode_seconds(const struct pacing *pacing, uint32_t n_decodes)
+{
+    return n_decodes && pacing->decode.now ? step_cost_of(&pacing->decode, n_decodes) : 0;
+}
+
 static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
 {
     if (n_decodes == 0)
         return alone;
-    double target = fmin(fmax(decode_steps * pacing->decode_seconds, beside_streams), alone);
+    double target = fmin(fmax(decode_steps * decode_seconds(pacing, n_decodes), beside_streams), alone);
     if (pacing->n_prompts < 2)
         return target;
-    return fmax(target, fmin(target * (1 + (pacing->n_prompts - 1.0) / n_decodes), beside_few));
+    return fmax(target, fmin(target * (1 + a_prompt_more * (pacing->n_prompts - 1.0) / n_decodes), beside_few));
 }
 
 /* The n of  row n + pair (n + KEYS_ROWS) (past + n / 2) = seconds;  0 where the keys alone take longer. */
@@ -39,7 +46,7 @@ uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t p
 
     if (pacing->fixed)
         return pacing->fixed < room ? pacing->fixed : room;
-    double seconds = target_seconds(pacing, n_decodes) / fit->drift - (n_decodes ? pacing->decode_seconds : 0);
+    double seconds = target_seconds(pacing, n_decodes) / fit->drift - decode_seconds(pacing, n_decodes);
     double rows = rows_within(fit, seconds, past);
     if (rows < LEAST)
         rows = LEAST;
@@ -84,12 +91,12 @@ static void learn(struct pacing_fit *fit, double rows, double pairs, double seco
 
 void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds)
 {
-    double base = step->n_decodes ? pacing->decode_seconds : 0, rows = step->prompt_rows;
+    double base = decode_seconds(pacing, step->n_decodes), rows = step->prompt_rows;
 
     if (seconds <= 0)
         return;
     if (step->prompt_rows == 0) {
-        pacing->decode_seconds = base ? 0.8 * base + 0.2 * seconds : seconds;
+        step_cost_add(&pacing->decode, step->n_decodes, seconds);
         return;
     }
     if (step->prompt_rows < LEAST)
