@@ -14,6 +14,7 @@
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/model.h"
 #include "gpu-worker/options.h"
+#include "gpu-worker/plan.h"
 #include "gpu-worker/server/server.h"
 #include "gpu-worker/server/warm.h"
 #include "libprompt/prompt.h"
@@ -381,6 +382,12 @@ int main(int argc, char **argv)
         return 0;
     }
     log_set_level(level_of(worker.options.log_level));
+    if (worker.options.plan) {
+        if (plan_run(&worker.options, &err) == 0)
+            return 0;
+        fprintf(stderr, "kvgate-worker: %s\n", err.message);
+        return EXIT_START;
+    }
     prepare_process(&ending);
     if (load_model(&worker, &err) < 0 || start_publisher(&worker, &err) < 0 || start_engine(&worker, &err) < 0 ||
         start_server(&worker, &err) < 0 || (signal_number = warm_up(&worker, &ending, &err)) < 0) {

@@ -10,7 +10,7 @@
 #include "libprompt/json.h"
 
 enum { MOST_SPECULATIVE = 16 };
-enum kind { TEXT, CHOICE, COUNT, BYTES, SHARE, ON, OFF, NAMES };
+enum kind { TEXT, CHOICE, COUNT, BYTES, SHARE, RATE, ON, OFF, NAMES };
 
 struct flag {
     const char *name;
@@ -94,6 +94,21 @@ static const struct flag flags[] = {
     {"redis-prefix", TEXT, AT(redis_prefix), "PREFIX", "start of every Redis key; default kvgate:"},
     {"worker-id", TEXT, AT(worker_id), "ID", "this worker's name in Redis, unique for the model; default: host name and port"},
     {"log-level", CHOICE, AT(log_level), "debug|info|warn|error", "least level that is logged, to stderr; default info"},
+    {"plan", ON, AT(plan), NULL,
+     "serve nothing: print, by the roofline, how many KV blocks, requests at once and workers a load needs; the flags below "
+     "belong "
+     "to it, and block-size, kv-cache-dtype, max-num-seqs and gpu-memory-utilization count"},
+    {"memory", BYTES, AT(plan_memory), "BYTES", "memory of one worker's machine, such as 80G; default: the machine's"},
+    {"qps", RATE, AT(plan_qps), "N", "requests a second, of all workers together; default 1"},
+    {"in", COUNT, AT(plan_in), "TOKENS", "tokens of a prompt; default 1024", 1, 1 << 26},
+    {"out", COUNT, AT(plan_out), "TOKENS", "tokens of an answer; default 256", 1, 1 << 26},
+    {"plan-cached", SHARE, AT(plan_cached), "SHARE", "share of a prompt that is found in the cache; default none"},
+    {"plan-share", SHARE, AT(plan_share), "SHARE", "share of the roofline that is to be used; default 0.7"},
+    {"plan-machine", TEXT, AT(plan_machine), "NAME",
+     "cpu: this machine, measured; or a GPU by its vendor's figures (h100, h200, a100, ...); default cpu"},
+    {"plan-bandwidth", RATE, AT(plan_bandwidth), "BYTES/S", "memory read in a second, such as 3350G (1000-based), instead"},
+    {"plan-compute", RATE, AT(plan_compute), "OPS/S", "operations in a second, such as 989T, instead"},
+    {"json", ON, AT(plan_json), NULL, "--plan as one JSON object"},
     {"help", ON, AT(help), NULL, "print this and exit"},
     {"version", ON, AT(version), NULL, "print the version and exit"},
 };
@@ -145,6 +160,24 @@ static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, 
     return KVG_OK;
 }
 
+/* A number above 0, 1000-based units allowed. */
+static int read_rate(const struct flag *flag, const char *text, double *out, struct kvg_error *err)
+{
+    static const char units[] = "KMGT";
+    char *end;
+    double n = strtod(text, &end);
+    const char *unit = *end ? strchr(units, toupper((unsigned char)*end)) : NULL;
+
+    if (unit)
+        end++;
+    for (ptrdiff_t i = unit ? unit - units : -1; i >= 0; i--)
+        n *= 1000;
+    if (!((text[0] >= '0' && text[0] <= '9') || text[0] == '.') || *end || !(n > 0) || n > 1e21)
+        return kvg_fail(err, KVG_INVALID, "--%s must be a number above 0, such as 10 or 3350G, got \"%s\"", flag->name, text);
+    *out = n;
+    return KVG_OK;
+}
+
 static int read_share(const struct flag *flag, const char *text, double *out, struct kvg_error *err)
 {
     char *end;
@@ -174,6 +207,8 @@ static int read_value(const struct flag *flag, struct options *options, const ch
         return read_count(flag, text, at, err);
     case BYTES:
         return read_bytes(flag, text, at, err);
+    case RATE:
+        return read_rate(flag, text, at, err);
     case SHARE:
         return read_share(flag, text, at, err);
     case CHOICE:
@@ -336,6 +371,13 @@ static int check(struct options *options, struct kvg_error *err)
         return kvg_fail(err, KVG_INVALID, "--model FILE is required (--help lists all flags)");
     if (options->warm && options->disable_prefix_caching)
         return kvg_fail(err, KVG_INVALID, "--warm fills the prefix cache, which --no-enable-prefix-caching turns off");
+    if (options->plan && options->plan_cached >= 1)
+        return kvg_fail(err, KVG_INVALID, "--plan-cached must be below 1: the last token of a prompt is always computed");
+    if (!options->plan && (options->plan_json || options->plan_memory || options->plan_machine))
+        return kvg_fail(err, KVG_INVALID, "--%s belongs to --plan, which is not given",
+                        options->plan_json     ? "json"
+                        : options->plan_memory ? "memory"
+                                               : "plan-machine");
     if (!options->served_model_name)
         derive_name(options);
     if (!options->worker_id)
@@ -417,6 +459,10 @@ int options_parse(struct options *options, int argc, char **argv, struct kvg_err
         .kv_cache_dtype = "auto",
         .redis_prefix = "kvgate:",
         .log_level = "info",
+        .plan_qps = 1,
+        .plan_in = 1024,
+        .plan_out = 256,
+        .plan_share = 0.7,
     };
     if (options->api_key && !options->api_key[0])
         options->api_key = NULL;

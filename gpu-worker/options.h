@@ -32,6 +32,12 @@ struct options {
     const char *redis, *redis_prefix, *worker_id;
     const char *log_level;
     bool help, version;
+    /* --plan: what a load needs, see plan.h; rates are 0 where they are not given */
+    bool plan, plan_json;
+    uint64_t plan_memory;
+    double plan_qps, plan_cached, plan_share, plan_bandwidth, plan_compute;
+    uint32_t plan_in, plan_out;
+    const char *plan_machine;
 
     char name_buffer[129], id_buffer[129], draft_buffer[4096];
 };

@@ -1,0 +1,224 @@
+#include "gpu-worker/model/capacity.h"
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#include "gpu-worker/backend/backend.h"
+#include "gpu-worker/model/loader.h"
+
+enum { ROUNDS = 4, PROBE_ROWS = 512, PROBE_COLS = 1024, PROBE_WIDTH = 4096, MOST_THREADS = 256, TYPES = 256 };
+static const size_t PROBE_BYTES = (size_t)512 << 20;
+
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* ---- the model --------------------------------------------------------------------------------------------------------- */
+
+static bool starts(struct kvg_str name, const char *prefix)
+{
+    return name.len >= strlen(prefix) && memcmp(name.bytes, prefix, strlen(prefix)) == 0;
+}
+
+/* A layer's vectors (norms, biases) cost nothing beside its matrices. */
+static void add_layers(struct capacity *out, const struct kvg_gguf *gguf)
+{
+    uint64_t by_type[TYPES] = {0};
+    for (size_t i = 0; i < gguf->n_tensors; i++) {
+        const struct kvg_gguf_tensor *tensor = &gguf->tensors[i];
+        out->weight_bytes += tensor->n_bytes;
+        if (!starts(tensor->name, "blk.") || tensor->n_dims < 2)
+            continue;
+        out->layer_bytes += tensor->n_bytes;
+        out->layer_weights += tensor->dims[0] * tensor->dims[1];
+        if (tensor->ggml_type < TYPES)
+            by_type[tensor->ggml_type] += tensor->n_bytes;
+    }
+    for (uint32_t type = 0; type < TYPES; type++)
+        if (by_type[type] > by_type[out->ggml_type])
+            out->ggml_type = type;
+}
+
+static int read_header(struct capacity *out, const struct loader *loader, struct kvg_error *err)
+{
+    struct shape shape = {0};
+    int failed = loader_shape(loader, &shape, err);
+    if (failed)
+        return failed;
+    const struct kvg_gguf_tensor *output = kvg_gguf_tensor(loader->gguf, "output.weight");
+    if (!output)
+        output = kvg_gguf_tensor(loader->gguf, "token_embd.weight");
+    if (!output)
+        return kvg_fail(err, KVG_FILE, "tensor token_embd.weight is missing");
+    snprintf(out->family, sizeof out->family, "%s", loader->arch);
+    out->n_layers = shape.n_layers;
+    out->n_heads = shape.n_heads;
+    out->n_kv_heads = shape.n_kv_heads;
+    out->head_dim = shape.head_dim;
+    out->max_position = shape.max_position;
+    out->n_vocab = (uint32_t)output->dims[1];
+    out->output_bytes = output->n_bytes;
+    out->output_weights = output->dims[0] * output->dims[1];
+    add_layers(out, loader->gguf);
+    return 0;
+}
+
+int capacity_read(struct capacity *out, const char *path, struct kvg_error *err)
+{
+    struct kvg_gguf *gguf;
+    struct loader loader = {0};
+    int failed = kvg_gguf_open(&gguf, path, err);
+    if (failed)
+        return failed;
+    *out = (struct capacity){0};
+    if (!(failed = loader_init(&loader, gguf, NULL, err)))
+        failed = read_header(out, &loader, err);
+    loader_free(&loader);
+    kvg_gguf_close(gguf);
+    return failed;
+}
+
+int capacity_kv_block_bytes(const struct capacity *model, const char *device, const char *isa, const char *kv_cache_dtype,
+                            uint32_t block_size, uint64_t *out, struct kvg_error *err)
+{
+    struct backend_options options = {.isa = isa, .threads = 1, .max_rows = 1, .max_seqs = 1, .max_outputs = 1};
+    struct backend_kv kv = {.n_layers = model->n_layers,
+                            .n_heads = model->n_heads,
+                            .n_kv_heads = model->n_kv_heads,
+                            .head_dim = model->head_dim,
+                            .block_size = block_size};
+    struct backend *backend;
+    int failed = backend_kv_dtype(kv_cache_dtype, &kv.dtype, err);
+    if (failed)
+        return failed;
+    if (strcmp(device, "cuda") == 0) {
+        *out = (uint64_t)2 * sizeof(uint16_t) * model->n_layers * model->n_kv_heads * model->head_dim * block_size;
+        return 0;
+    }
+    if ((failed = cpu_backend_open(&backend, &options, err)))
+        return failed;
+    *out = backend->ops->kv_block_bytes(backend, &kv);
+    backend->ops->close(backend);
+    return 0;
+}
+
+/* ---- this CPU ---------------------------------------------------------------------------------------------------------- */
+
+struct reader {
+    pthread_t thread;
+    const uint64_t *words;
+    size_t n;
+    uint64_t sum;
+};
+
+/* A sum that the compiler vectorizes: many loads in flight, so that memory is the limit. */
+static void *read_words(void *context)
+{
+    struct reader *reader = context;
+    uint64_t sum = 0;
+    for (size_t i = 0; i < reader->n; i++)
+        sum += reader->words[i];
+    reader->sum = sum;
+    return NULL;
+}
+
+/* One pass over words[0..n) by all threads; bytes a second, 0 where a thread could not be started. */
+static double read_once(const uint64_t *words, size_t n, uint32_t threads)
+{
+    struct reader readers[MOST_THREADS];
+    size_t part = n / threads;
+    uint32_t started = 0;
+    double began = seconds();
+
+    for (; started < threads; started++) {
+        readers[started] = (struct reader){.words = words + part * started, .n = part};
+        if (pthread_create(&readers[started].thread, NULL, read_words, &readers[started]) != 0)
+            break;
+    }
+    for (uint32_t i = 0; i < started; i++)
+        pthread_join(readers[i].thread, NULL);
+    return started == threads ? (double)(part * threads * sizeof *words) / (seconds() - began) : 0;
+}
+
+/* The best of the rounds, in bytes a second; 0 where memory or threads are missing. */
+static double measure_reading(uint32_t threads)
+{
+    size_t n = PROBE_BYTES / sizeof(uint64_t);
+    uint64_t *words = malloc(PROBE_BYTES);
+    double best = 0;
+
+    for (size_t i = 0; words && i < n; i++) /* pages of their own, not the one of zeros */
+        words[i] = i;
+    for (int round = 0; words && round < ROUNDS; round++) {
+        double rate = read_once(words, n, threads);
+        best = rate > best ? rate : best;
+    }
+    free(words);
+    return best;
+}
+
+/* A large product in the model's own format. Codes are arbitrary bits: no product takes longer for its values. */
+static int measure_products(struct backend *backend, const struct quant_format *format, double *ops, struct kvg_error *err)
+{
+    struct tensor *weight = NULL, *x = NULL, *out = NULL;
+    size_t bytes = quant_row_bytes(format, PROBE_COLS) * PROBE_WIDTH;
+    uint8_t *data = calloc(1, bytes);
+    struct backend_weight source = {format, data, PROBE_WIDTH, PROBE_COLS};
+    uint32_t ids[PROBE_ROWS] = {0}, block = 0;
+    struct backend_kv kv = {1, 1, 1, 16, 1, PROBE_ROWS, KV_AUTO}; /* a step has a KV pool; this one writes nothing there */
+    struct backend_seq seq = {.n_rows = PROBE_ROWS, .blocks = &block};
+    struct backend_step step = {.n_rows = PROBE_ROWS, .n_seqs = 1, .ids = ids, .seqs = &seq};
+    int failed;
+
+    if (!data)
+        return kvg_fail(err, KVG_NOMEM, "no memory for a matrix of %zu bytes", bytes);
+    if ((failed = backend->ops->kv_alloc(backend, &kv, err)) ||
+        (failed = backend->ops->weight(backend, &weight, &source, WEIGHT_MATMUL, err)) ||
+        (failed = backend->ops->activation(backend, &x, PROBE_ROWS, PROBE_COLS, err)) ||
+        (failed = backend->ops->activation(backend, &out, PROBE_ROWS, PROBE_WIDTH, err)))
+        goto done;
+    struct backend_matmul args = {.count = 1, .weights = {weight}, .outs = {out}};
+    for (int round = 0; round < ROUNDS && !failed; round++) {
+        double began = seconds();
+        if ((failed = backend->ops->begin_step(backend, &step, err)))
+            break;
+        backend->ops->matmul(backend, PROBE_ROWS, x, &args);
+        failed = backend->ops->end_step(backend, err);
+        double rate = 2.0 * PROBE_ROWS * PROBE_COLS * PROBE_WIDTH / (seconds() - began);
+        *ops = rate > *ops ? rate : *ops;
+    }
+done:
+    free(data);
+    return failed;
+}
+
+int capacity_measure_cpu(const struct capacity *model, uint32_t threads, const char *isa, struct machine_rates *out,
+                         struct kvg_error *err)
+{
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    struct backend_options options = {.isa = isa, .threads = threads, .max_rows = PROBE_ROWS, .max_seqs = 1, .max_outputs = 1};
+    const struct quant_format *format = quant_find(model->ggml_type);
+    struct backend *backend;
+
+    if (!format)
+        return kvg_fail(err, KVG_UNSUPPORTED, "type id %u is not supported", model->ggml_type);
+    if (threads == 0)
+        threads = cores > 0 ? (uint32_t)cores : 1;
+    if (threads > MOST_THREADS)
+        threads = MOST_THREADS;
+    *out = (struct machine_rates){.bytes_per_s = measure_reading(threads)};
+    if (out->bytes_per_s <= 0)
+        return kvg_fail(err, KVG_NOMEM, "no memory or threads to measure how fast memory is read");
+    int failed = cpu_backend_open(&backend, &options, err);
+    if (failed)
+        return failed;
+    failed = measure_products(backend, format, &out->ops_per_s, err);
+    backend->ops->close(backend);
+    return failed;
+}
