@@ -118,7 +118,7 @@ $(TOOL_BIN): $(B)/%: $(B)/%.o $(LIBS)
 # tests/fuzz/fuzz_*.c: libFuzzer programs, built by clang into build-fuzz.
 FUZZ_SRC := $(wildcard tests/fuzz/fuzz_*.c)
 FUZZ_BIN := $(patsubst %.c,$(B)/%,$(FUZZ_SRC))
-$(B)/libserver.a: $(call obj,$(filter gpu-worker/server/%,$(WORKER_SRC)))
+$(B)/libserver.a: $(call obj,$(filter gpu-worker/server/% gpu-worker/model/safetensors.c,$(WORKER_SRC)))
 $(FUZZ_BIN): $(B)/%: $(B)/%.o $(B)/libserver.a $(B)/libprompt.a
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)

@@ -24,6 +24,7 @@ struct parser {
     size_t len, pos;
     size_t max_values, n_values;
     uint32_t max_depth, depth;
+    bool unique_keys;
     struct kvg_json *stack; /* `local`, or malloced once that is full */
     size_t top, cap;
     size_t parent; /* index of the innermost open container */
@@ -294,43 +295,58 @@ static bool same_key(const struct kvg_json *a, const struct kvg_json *b)
     return a->key.len == b->key.len && memcmp(a->key.bytes, b->key.bytes, a->key.len) == 0;
 }
 
-/* A later duplicate gives its value to the first member of that key, as a Python dict does. */
-static void replace_member(struct kvg_json *first, const struct kvg_json *later)
+/* A later duplicate gives its value to the first member of that key, as a Python dict does, where duplicates are allowed. */
+static int replace_member(struct parser *p, struct kvg_json *first, const struct kvg_json *later)
 {
+    if (p->unique_keys) {
+        int shown = (int)(later->key.len < 80 ? later->key.len : 80);
+        kvg_fail(p->err, KVG_INVALID, "the key \"%.*s\" occurs twice in one object at byte %zu", shown, later->key.bytes,
+                 later->start);
+        if (p->err)
+            p->err->position = later->start;
+        return KVG_INVALID;
+    }
     *first = *later;
+    return 0;
 }
 
-static uint32_t unique_small(struct kvg_json *members, uint32_t n)
+static int unique_small(struct parser *p, struct kvg_json *members, uint32_t n, uint32_t *out)
 {
     uint32_t kept = 0;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t j = 0;
         while (j < kept && !same_key(&members[j], &members[i]))
             j++;
-        if (j < kept)
-            replace_member(&members[j], &members[i]);
-        else if (kept++ != i)
+        if (j < kept) {
+            int rc = replace_member(p, &members[j], &members[i]);
+            if (rc < 0)
+                return rc;
+        } else if (kept++ != i) {
             members[kept - 1] = members[i];
+        }
     }
-    return kept;
+    *out = kept;
+    return 0;
 }
 
 /* The same with an open-addressed table of member numbers; the seed keeps a client from choosing collisions. */
-static int unique_large(struct kvg_json *members, uint32_t n, uint64_t seed, uint32_t *out)
+static int unique_large(struct parser *p, struct kvg_json *members, uint32_t n, uint64_t seed, uint32_t *out)
 {
     size_t size = 64;
     while (size < (size_t)n * 2)
         size *= 2;
     uint32_t *table = calloc(size, sizeof *table); /* member number + 1 */
     if (!table)
-        return -1;
+        return no_memory(p);
     uint32_t kept = 0;
+    int rc = 0;
     for (uint32_t i = 0; i < n; i++) {
         size_t slot = XXH3_64bits_withSeed(members[i].key.bytes, members[i].key.len, seed) & (size - 1);
         while (table[slot] && !same_key(&members[table[slot] - 1], &members[i]))
             slot = (slot + 1) & (size - 1);
         if (table[slot]) {
-            replace_member(&members[table[slot] - 1], &members[i]);
+            if ((rc = replace_member(p, &members[table[slot] - 1], &members[i])) < 0)
+                break;
             continue;
         }
         members[kept++] = members[i];
@@ -338,17 +354,15 @@ static int unique_large(struct kvg_json *members, uint32_t n, uint64_t seed, uin
     }
     free(table);
     *out = kept;
-    return 0;
+    return rc;
 }
 
 static int unique_members(struct parser *p, struct kvg_json *members, uint32_t *n)
 {
-    if (*n <= SMALL_OBJECT) {
-        *n = unique_small(members, *n);
-        return 0;
-    }
+    if (*n <= SMALL_OBJECT)
+        return unique_small(p, members, *n, n);
     uint64_t seed = (uint64_t)(uintptr_t)p->arena ^ (uint64_t)(uintptr_t)p->text << 16;
-    return unique_large(members, *n, seed, n) < 0 ? no_memory(p) : 0;
+    return unique_large(p, members, *n, seed, n);
 }
 
 static int open_container(struct parser *p, enum kvg_json_type type, struct kvg_str key)
@@ -495,6 +509,7 @@ int kvg_json_parse(struct kvg_arena *arena, const char *text, size_t len, const 
     p.pos = 0;
     p.max_depth = limits && limits->depth ? limits->depth : DEFAULT_DEPTH;
     p.max_values = limits && limits->values ? limits->values : DEFAULT_VALUES;
+    p.unique_keys = limits && limits->unique_keys;
     p.n_values = p.top = 0;
     p.depth = 0;
     p.stack = p.local;

@@ -41,8 +41,9 @@ struct kvg_json {
 };
 
 struct kvg_json_limits {
-    uint32_t depth; /* 0 = 256 */
-    size_t values;  /* 0 = 4,000,000: values in one document */
+    uint32_t depth;   /* 0 = 256 */
+    size_t values;    /* 0 = 4,000,000: values in one document */
+    bool unique_keys; /* a key that occurs twice in one object is KVG_INVALID, naming it */
 };
 
 /* Parses text[0..len). 0 and *out (in the arena), or a kvg_status with err->position set. */

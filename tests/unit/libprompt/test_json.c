@@ -181,6 +181,26 @@ static void malformed_documents_are_refused_with_their_position(void **state)
     parse_n("1\0", 2, KVG_INVALID);
 }
 
+static void a_duplicate_is_refused_by_name_where_keys_must_be_unique(void **state)
+{
+    static const struct kvg_json_limits limits = {.unique_keys = true};
+    static const char small[] = "{\"a\": {\"b\": 1, \"c\": 2, \"b\": 3}}";
+    struct kvg_json *out;
+    char large[4096];
+    size_t n = 1;
+
+    assert_int_equal(kvg_json_parse(&arena, small, strlen(small), &limits, &out, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "\"b\" occurs twice"));
+    large[0] = '{';
+    for (int i = 0; i < 200; i++)
+        n += (size_t)sprintf(large + n, "\"k%d\":%d,", i, i);
+    strcpy(large + n, "\"k42\":0}");
+    assert_int_equal(kvg_json_parse(&arena, large, strlen(large), &limits, &out, &err), KVG_INVALID);
+    assert_non_null(strstr(err.message, "\"k42\" occurs twice"));
+    strcpy(large + n, "\"other\":0}");
+    assert_int_equal(kvg_json_parse(&arena, large, strlen(large), &limits, &out, &err), 0);
+}
+
 static void the_last_duplicate_wins_in_the_place_of_the_first(void **state)
 {
     assert_dump(parse("{\"a\":1,\"b\":2,\"a\":3}"), "{\"a\":3,\"b\":2}");
@@ -409,6 +429,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(well_formed_documents_parse),
         TEST(malformed_documents_are_refused_with_their_position),
+        TEST(a_duplicate_is_refused_by_name_where_keys_must_be_unique),
         TEST(the_last_duplicate_wins_in_the_place_of_the_first),
         TEST(values_know_their_bytes_and_plain_strings_are_slices),
         TEST(a_document_cut_at_any_byte_is_refused_and_never_overread),
