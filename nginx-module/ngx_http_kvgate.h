@@ -320,7 +320,10 @@ uint64_t ngx_http_kvgate_microseconds(void);
 ngx_int_t ngx_http_kvgate_set_headers(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t ours);
 ngx_int_t ngx_http_kvgate_set_body(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx_uint_t ours);
 
-/* prompt.c: fills the result half. Runs in any thread. */
+/* prompt.c */
+/* Once, before the first request. */
+void ngx_http_kvgate_prompt_init(void);
+/* Fills the result half. Runs in any thread. */
 void ngx_http_kvgate_prompt_run(ngx_http_kvgate_prompt_t *prompt);
 /* The model of that name or alias, or NULL. */
 ngx_http_kvgate_model_t *ngx_http_kvgate_find_model(const ngx_http_kvgate_main_conf_t *conf, struct kvg_str name, ngx_uint_t *aliased);

