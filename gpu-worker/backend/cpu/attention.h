@@ -13,7 +13,15 @@
 #include <stdint.h>
 #include "gpu-worker/backend/backend.h"
 
-enum { KV_PAGE = 16, KEY_TILE = 64, PAGES = KEY_TILE / KV_PAGE, SEGMENT = 256, ATTENTION_TILE = 64, MAX_HEAD_DIM = 256 };
+enum {
+    KV_PAGE = 16,
+    KEY_TILE = 64,
+    PAGES = KEY_TILE / KV_PAGE,
+    SEGMENT = 256,
+    ATTENTION_TILE = 64,
+    STORE_RUN = 32,
+    MAX_HEAD_DIM = 256
+};
 
 /* KV of one layer in every block; how keys and values lie in their parts is the kernels' own affair. What attention reads
  * together lies together: memory gives long runs sooner than many short ones.
@@ -124,6 +132,10 @@ static inline struct key_pages find_pages(const struct attention_tile *tile, uin
 struct attention_kernels {
     /* One head's row of k and v in the block `block` at `slot`. */
     void (*store)(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, const float *v);
+    /* NULL, or the same bits sooner: STORE_RUN rows from a slot that is a multiple of it, `k_stride` and `v_stride` values from
+     * row to row. */
+    void (*store_run)(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, size_t k_stride,
+                      const float *v, size_t v_stride);
     /* partial NULL: the rows' results to tile->out. Else the state over tile->segment alone. */
     void (*attend)(const struct attention_tile *tile, struct attention_scratch *s, const struct attention_state *partial);
     /* The results from the n states of all segments, which it overwrites. */

@@ -20,7 +20,7 @@
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
-enum { LANES = 16, VALUE_KEYS = 32, LINE_BYTES = 64, MOST_LANE_BLOCKS = ATTENTION_TILE / LANES };
+enum { LANES = 16, VALUE_KEYS = STORE_RUN, LINE_BYTES = 64, MOST_LANE_BLOCKS = ATTENTION_TILE / LANES };
 
 static const uint32_t FEW = 4, SOME = 8; /* widths below LANES */
 
@@ -127,14 +127,20 @@ V_INLINE __m256i as_halves(enum backend_kv_dtype dtype, v16 x)
     return dtype == KV_F16 ? _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) : (__m256i)_mm512_cvtneps_pbh(x);
 }
 
+V_INLINE void store_key(enum backend_kv_dtype dtype, const struct kv_layer *kv, struct kv_head_at at, uint32_t slot,
+                        const float *k)
+{
+    for (uint32_t d = 0; d < kv->key_dim; d += 16)
+        _mm256_storeu_si256((__m256i *)(key_at(kv, at, slot, d / 32 * 32) + d % 32 * 2),
+                            as_halves(dtype, padded(k, d, kv->head_dim)));
+}
+
 V_INLINE void store_16_bits(enum backend_kv_dtype dtype, const struct kv_layer *kv, struct kv_head_at at, uint32_t slot,
                             const float *k, const float *v)
 {
     uint16_t *values = (uint16_t *)at.v + value_at(kv, slot);
     size_t stride = value_stride(kv);
-    for (uint32_t d = 0; d < kv->key_dim; d += 16)
-        _mm256_storeu_si256((__m256i *)(key_at(kv, at, slot, d / 32 * 32) + d % 32 * 2),
-                            as_halves(dtype, padded(k, d, kv->head_dim)));
+    store_key(dtype, kv, at, slot, k);
     for (uint32_t d = 0; d < kv->head_dim; d += 16) {
         uint16_t x[16];
         _mm256_storeu_si256((__m256i *)x, as_halves(dtype, v16_load(v + d)));
@@ -152,6 +158,35 @@ static void store_bf16(const struct kv_layer *kv, uint32_t block, uint32_t slot,
 {
     store_16_bits(KV_BF16, kv, kv_head_at(kv, block, kv_head), slot, k, v);
 }
+
+/* 32 rows fill the lines of their values: row by row each line would be written 32 times, 2 bytes at a time. */
+V_INLINE void store_run_16_bits(enum backend_kv_dtype dtype, const struct kv_layer *kv, struct kv_head_at at, uint32_t slot,
+                                const float *k, size_t k_stride, const float *v, size_t v_stride)
+{
+    uint16_t *values = (uint16_t *)at.v + value_at(kv, slot);
+    for (uint32_t i = 0; i < STORE_RUN; i++)
+        store_key(dtype, kv, at, slot + i, k + i * k_stride);
+    for (uint32_t d = 0; d < kv->head_dim; d += 16) {
+        __m512i x[16]; /* pairs of keys */
+        for (uint32_t i = 0; i < 16; i++) {
+            __m256i a = as_halves(dtype, v16_load(v + 2 * i * v_stride + d));
+            __m256i b = as_halves(dtype, v16_load(v + (2 * i + 1) * v_stride + d));
+            x[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+        }
+        transpose_16(x);
+        for (uint32_t i = 0; i < 16; i++)
+            _mm512_storeu_si512(values + (d + i) * VALUE_KEYS, x[i]);
+    }
+}
+
+#define STORE_RUN_16_BITS(name, dtype)                                                                                           \
+    static void name(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k,                 \
+                     size_t k_stride, const float *v, size_t v_stride)                                                           \
+    {                                                                                                                            \
+        store_run_16_bits(dtype, kv, kv_head_at(kv, block, kv_head), slot, k, k_stride, v, v_stride);                            \
+    }
+STORE_RUN_16_BITS(store_run_f16, KV_F16)
+STORE_RUN_16_BITS(store_run_bf16, KV_BF16)
 
 /* Returns the scale. */
 V_INLINE float quantize_head(const float *x, uint32_t head_dim, uint32_t padded_dim, int8_t *q)
@@ -797,9 +832,9 @@ ATTEND(attend_int8, KV_INT8)
 
 void attention_amx(struct kernels *out)
 {
-    out->attention[KV_F16] = (struct attention_kernels){store_f16, attend_f16, combine};
-    out->attention[KV_BF16] = (struct attention_kernels){store_bf16, attend_bf16, combine};
-    out->attention[KV_INT8] = (struct attention_kernels){store_int8, attend_int8, combine};
+    out->attention[KV_F16] = (struct attention_kernels){store_f16, store_run_f16, attend_f16, combine};
+    out->attention[KV_BF16] = (struct attention_kernels){store_bf16, store_run_bf16, attend_bf16, combine};
+    out->attention[KV_INT8] = (struct attention_kernels){store_int8, NULL, attend_int8, combine};
     out->attention_rows = ATTENTION_TILE;
     out->key_padding = 32;
     out->kv_auto = KV_BF16;

@@ -149,30 +149,55 @@ void cpu_angles(struct backend *backend, const struct tensor *frequencies, struc
     for_rows(job.cpu, job.cpu->step.n_rows, 16 * out->cols, angle_rows, &job);
 }
 
+static void rotate_row(const struct cpu_backend *cpu, const struct backend_rope *rope, uint32_t r)
+{
+    uint32_t head_dim = cpu->kv.head_dim, rotated = rope->angles->cols;
+    const float *angles = rope->angles->data + (size_t)r * rotated;
+    float *q = rope->q->data + (size_t)r * rope->q->cols, *k = rope->k->data + (size_t)r * rope->k->cols;
+    for (uint32_t h = 0; h < cpu->kv.n_heads; h++)
+        cpu->kernels.rotate(q + h * head_dim, angles, rotated, rope->style);
+    for (uint32_t h = 0; h < cpu->kv.n_kv_heads; h++)
+        cpu->kernels.rotate(k + h * head_dim, angles, rotated, rope->style);
+}
+
+/* Stores rows from r, of which n follow each other; returns how many. */
+static uint32_t store_rows(const struct cpu_backend *cpu, const struct backend_rope *rope, uint32_t r, uint32_t n)
+{
+    const struct attention_kernels *kernels = &cpu->attention_kernels;
+    const struct kv_layer *kv = &cpu->layers[rope->layer];
+    const struct row_place *place = &cpu->places[r];
+    size_t k_cols = rope->k->cols, v_cols = rope->v->cols;
+    const float *k = rope->k->data + r * k_cols, *v = rope->v->data + r * v_cols;
+    bool run = kernels->store_run && n >= STORE_RUN && place->slot % STORE_RUN == 0 &&
+               place->slot + STORE_RUN <= cpu->kv.block_size && place[STORE_RUN - 1].block == place->block &&
+               place[STORE_RUN - 1].slot == place->slot + STORE_RUN - 1;
+    for (uint32_t h = 0; h < cpu->kv.n_kv_heads; h++, k += cpu->kv.head_dim, v += cpu->kv.head_dim) {
+        if (run)
+            kernels->store_run(kv, place->block, place->slot, h, k, k_cols, v, v_cols);
+        else
+            kernels->store(kv, place->block, place->slot, h, k, v);
+    }
+    return run ? STORE_RUN : 1;
+}
+
 static void rope_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct row_job *job = arg;
-    const struct backend_rope *rope = job->rope;
-    const struct cpu_backend *cpu = job->cpu;
-    const struct kernels *kernels = &cpu->kernels;
-    uint32_t head_dim = cpu->kv.head_dim, rotated = rope->angles->cols;
-    for (uint32_t r = first; r < end; r++) {
-        const float *angles = rope->angles->data + (size_t)r * rotated, *v = rope->v->data + (size_t)r * rope->v->cols;
-        float *q = rope->q->data + (size_t)r * rope->q->cols, *k = rope->k->data + (size_t)r * rope->k->cols;
-        for (uint32_t h = 0; h < cpu->kv.n_heads; h++)
-            kernels->rotate(q + h * head_dim, angles, rotated, rope->style);
-        for (uint32_t h = 0; h < cpu->kv.n_kv_heads; h++) {
-            kernels->rotate(k + h * head_dim, angles, rotated, rope->style);
-            cpu->attention_kernels.store(&cpu->layers[rope->layer], cpu->places[r].block, cpu->places[r].slot, h,
-                                         k + h * head_dim, v + h * head_dim);
-        }
-    }
+    for (uint32_t r = first; r < end; r++)
+        rotate_row(job->cpu, job->rope, r);
+    for (uint32_t r = first; r < end;)
+        r += store_rows(job->cpu, job->rope, r, end - r);
 }
 
+/* Keys and values of neighbouring rows share cache lines, so a thread takes as many rows as fill them. */
 void cpu_rope_store(struct backend *backend, const struct backend_rope *args)
 {
-    struct row_job job = {.cpu = cpu_of(backend), .rope = args};
-    for_rows(job.cpu, job.cpu->step.n_rows, 4 * args->q->cols, rope_rows, &job);
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct row_job job = {.cpu = cpu, .rope = args};
+    if (cpu->step.n_rows >= 2 * STORE_RUN)
+        thread_pool_for(cpu->pool, cpu->step.n_rows, STORE_RUN, rope_rows, &job);
+    else
+        for_rows(cpu, cpu->step.n_rows, 4 * args->q->cols, rope_rows, &job);
 }
 
 static void sample_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)

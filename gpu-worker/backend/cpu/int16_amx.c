@@ -68,6 +68,17 @@ V_INLINE void finish_rows(const struct pending *t, const int32_t *sums, uint32_t
         }
 }
 
+/* Asks for the lines that rows first..end will be stored to. They lie far apart, a line or two a row, so without this every store
+ * waits for the cache below. */
+V_INLINE void fetch_rows(const struct pending *t, uint32_t first, uint32_t end)
+{
+    for (uint32_t r = first; r < end && r < t->rows; r++) {
+        const float *out = t->store->out + (t->row + r) * t->store->ld + t->column;
+        __builtin_prefetch(out, 1);
+        __builtin_prefetch(out + 16, 1);
+    }
+}
+
 /* One line of 64 codes (low byte of each 16 bits and high byte) as w = s q + c, split into its bytes. */
 V_INLINE void split_line(__m512i even, __m512i odd, __m512i s, __m512i c, uint8_t *high, uint8_t *low)
 {
@@ -155,9 +166,10 @@ V_INLINE void store_sums(int32_t *to)
     _tile_stored(5, to + 1280, LINE);
 }
 
-/* n units of one tile of rows: the sums start from `from` (NULL = zero) and end in `to`, [half][top, middle, bottom]. */
+/* n units of one tile of rows: the sums start from `from` (NULL = zero) and end in `to`, [half][top, middle, bottom]. Meanwhile
+ * the rows of the tile before are finished from `done`, and those of this one, to be finished next, are asked for. */
 V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const uint8_t *b, size_t n, const int32_t *from,
-                       int32_t *to, const struct pending *before, const int32_t *done)
+                       int32_t *to, const struct pending *before, const int32_t *done, const struct pending *this)
 {
     uint32_t each = (uint32_t)((AMX_ROWS + n - 1) / n), row = 0;
     if (from) {
@@ -173,6 +185,7 @@ V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const
     for (size_t k = 0; k < n; k++, high += step, low += step, b += 2 * TILE_BYTES) {
         multiply_unit(high, low, b, b + STRETCH * 2 * TILE_BYTES);
         finish_rows(before, done, row, row + each);
+        fetch_rows(this, row, row + each);
         row += each;
     }
     store_sums(to);
@@ -221,14 +234,13 @@ V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const 
             uint32_t height = a->rows - tile < AMX_ROWS ? a->rows - tile : AMX_ROWS;
             size_t at = (tile * units + unit * height) * INT16_UNIT;
             int32_t *carried = planes.carried[(tile - first) / AMX_ROWS];
+            struct pending this = before;
+            this.rows = !last ? 0 : end - tile < AMX_ROWS ? end - tile : AMX_ROWS;
+            this.row = tile;
+            this.row_scale = a->row_scale + tile;
             multiply(a->high_plane + at, a->low_plane + at, (size_t)height * INT16_UNIT, planes.b[0][0][0], n,
-                     unit ? carried : NULL, last ? planes.done : carried, &before, planes.done);
-            before.rows = 0;
-            if (last) {
-                before.rows = end - tile < AMX_ROWS ? end - tile : AMX_ROWS;
-                before.row = tile;
-                before.row_scale = a->row_scale + tile;
-            }
+                     unit ? carried : NULL, last ? planes.done : carried, &before, planes.done, &this);
+            before = this;
         }
     }
     finish_rows(&before, planes.done, 0, AMX_ROWS);
