@@ -5,8 +5,8 @@
 #include <string.h>
 
 enum {
-    INLINE_VALUES = 16384, /* below this many values a region costs more than it saves */
-    PASS_BYTES = 1 << 20,  /* quantized activations of one pass over the weights: they must stay in L2 */
+    INLINE_VALUES = 16384,  /* below this many values a region costs more than it saves */
+    PASS_BYTES = 768 << 10, /* quantized activations of one pass over the weights: they must stay in L2 beside the results */
     VALUES_PER_PIECE = 1 << 13,
 };
 

@@ -26,7 +26,7 @@ static void int16_begin(uint32_t rows)
 }
 
 enum {
-    BLOCK_ROWS = 512,  /* rows whose sums are kept while a stretch is unpacked */
+    BLOCK_ROWS = 512,  /* rows whose sums are kept from stretch to stretch */
     STRETCH = 9,       /* most units: 36 KiB of planes */
     SHORT_STRETCH = 5, /* where few rows share them */
     FEW_ROWS = 32,
@@ -169,7 +169,7 @@ V_INLINE void store_sums(int32_t *to)
 /* n units of one tile of rows: the sums start from `from` (NULL = zero) and end in `to`, [half][top, middle, bottom]. Meanwhile
  * the rows of the tile before are finished from `done`, and those of this one, to be finished next, are asked for. */
 V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const uint8_t *b, size_t n, const int32_t *from,
-                       int32_t *to, const struct pending *before, const int32_t *done, const struct pending *this)
+                       int32_t *to, const struct pending *before, const int32_t *done, const struct pending *current)
 {
     uint32_t each = (uint32_t)((AMX_ROWS + n - 1) / n), row = 0;
     if (from) {
@@ -185,7 +185,7 @@ V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const
     for (size_t k = 0; k < n; k++, high += step, low += step, b += 2 * TILE_BYTES) {
         multiply_unit(high, low, b, b + STRETCH * 2 * TILE_BYTES);
         finish_rows(before, done, row, row + each);
-        fetch_rows(this, row, row + each);
+        fetch_rows(current, row, row + each);
         row += each;
     }
     store_sums(to);
@@ -233,14 +233,14 @@ V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const 
         for (uint32_t tile = first; tile < end; tile += AMX_ROWS) {
             uint32_t height = a->rows - tile < AMX_ROWS ? a->rows - tile : AMX_ROWS;
             size_t at = (tile * units + unit * height) * INT16_UNIT;
-            int32_t *carried = planes.carried[(tile - first) / AMX_ROWS];
-            struct pending this = before;
-            this.rows = !last ? 0 : end - tile < AMX_ROWS ? end - tile : AMX_ROWS;
-            this.row = tile;
-            this.row_scale = a->row_scale + tile;
+            int32_t *carried = stretches > 1 ? planes.carried[(tile - first) / AMX_ROWS] : NULL;
+            struct pending current = before;
+            current.rows = !last ? 0 : end - tile < AMX_ROWS ? end - tile : AMX_ROWS;
+            current.row = tile;
+            current.row_scale = a->row_scale + tile;
             multiply(a->high_plane + at, a->low_plane + at, (size_t)height * INT16_UNIT, planes.b[0][0][0], n,
-                     unit ? carried : NULL, last ? planes.done : carried, &before, planes.done, &this);
-            before = this;
+                     unit ? carried : NULL, last ? planes.done : carried, &before, planes.done, &current);
+            before = current;
         }
     }
     finish_rows(&before, planes.done, 0, AMX_ROWS);
@@ -258,8 +258,9 @@ V_INLINE void amx_panel(bool minimum, const struct panels *w, uint32_t p, const 
         amx_tile(minimum, w, p, a, first, end, store);
         first = end;
     }
-    for (; first < end; first += BLOCK_ROWS)
-        amx_block(minimum, w, p, a, first, end - first < BLOCK_ROWS ? end : first + BLOCK_ROWS, store);
+    uint32_t block = int16_units(w->cols) > STRETCH ? BLOCK_ROWS : end - first;
+    for (; first < end; first += block)
+        amx_block(minimum, w, p, a, first, end - first < block ? end : first + block, store);
     amx_end();
 }
 
