@@ -34,21 +34,24 @@ static void quantize(const struct acts *a, uint32_t first, uint32_t end)
 
 /* ---- products ---- */
 
+V_INLINE void store_half(const struct panel_store *store, uint32_t row, uint32_t p, uint32_t n_valid, uint32_t h, v16 value)
+{
+    int n = (int)n_valid - (int)(16 * h);
+    if (n <= 0)
+        return;
+    size_t column = (size_t)p * PANEL_ROWS + 16 * h;
+    float *out = store->out + row * store->ld + column;
+    if (store->bias)
+        value = v16_add(value, v16_load_n(store->bias + column, n));
+    if (store->accumulate)
+        value = v16_add(v16_load_n(out, n), value);
+    v16_store_n(out, value, n);
+}
+
 V_INLINE void store_panel(const struct panel_store *store, uint32_t row, uint32_t p, uint32_t n_valid, const v16 acc[2])
 {
-    for (uint32_t h = 0; h < 2; h++) {
-        int n = (int)n_valid - (int)(16 * h);
-        if (n <= 0)
-            return;
-        size_t column = (size_t)p * PANEL_ROWS + 16 * h;
-        float *out = store->out + row * store->ld + column;
-        v16 value = acc[h];
-        if (store->bias)
-            value = v16_add(value, v16_load_n(store->bias + column, n));
-        if (store->accumulate)
-            value = v16_add(v16_load_n(out, n), value);
-        v16_store_n(out, value, n);
-    }
+    store_half(store, row, p, n_valid, 0, acc[0]);
+    store_half(store, row, p, n_valid, 1, acc[1]);
 }
 
 V_INLINE i32x16 dot_line(uint32_t bits, i32x16 sum, u8x64 line, const int8_t *q)
@@ -153,6 +156,16 @@ V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct 
 }
 
 #include "gpu-worker/backend/cpu/int16.inc.h"
+#if defined(V_UNPACK_FROM)
+#include "gpu-worker/backend/cpu/unpacked.inc.h"
+#define UNPACKED(name, ...)                                                                                                      \
+    if (end - first >= V_UNPACK_FROM) {                                                                                          \
+        name(__VA_ARGS__);                                                                                                       \
+        return;                                                                                                                  \
+    }
+#else
+#define UNPACKED(name, ...)
+#endif
 
 V_INLINE v16 load_float(enum panel_kind kind, const uint8_t *panel, size_t i)
 {
@@ -199,11 +212,13 @@ V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t
 #define QUANT_PANEL(name, bits, scales)                                                                                          \
     static void name(PANEL_ARGS)                                                                                                 \
     {                                                                                                                            \
+        UNPACKED(unpacked_quant_panel, bits, scales, w, p, a, first, end, store)                                                 \
         quant_panel(bits, scales, w, p, a, first, end, store);                                                                   \
     }
 #define INT16_PANEL(name, minimum)                                                                                               \
     static void name(PANEL_ARGS)                                                                                                 \
     {                                                                                                                            \
+        UNPACKED(unpacked_int16_panel, minimum, w, p, a, first, end, store)                                                      \
         int16_panel(minimum, w, p, a, first, end, store);                                                                        \
     }
 #define FLOAT_PANEL(name, kind)                                                                                                  \

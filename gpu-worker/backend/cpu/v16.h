@@ -156,6 +156,8 @@ V_INLINE void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 
+/* As many rows and more meet unpacked codes (unpacked.inc.h). */
+#define V_UNPACK_FROM 4
 enum { V_ROWS = 2, V_ATTENTION_ROWS = V_SMALL ? 2 : 4, V_DOT8_SIGNED = 1 };
 typedef struct {
     __m256 a, b;

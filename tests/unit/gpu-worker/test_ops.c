@@ -279,6 +279,43 @@ static void test_matmul_is_right_and_row_invariant_in_every_format(void **unused
     }
 }
 
+/* The sums of bytes in 16 bits that some instruction sets have are as large as they can be. */
+static void test_matmul_of_the_largest_codes_does_not_overflow(void **unused)
+{
+    enum { COLS = 512, ROWS = 8 };
+    static float x[ROWS * COLS], first[ROWS * N], out[ROWS * N], bias[N];
+    for (size_t i = 0; i < (size_t)ROWS * COLS; i++)
+        x[i] = i / COLS % 2 ? -3 : 3;
+    for (size_t f = 0; quant_at(f); f++) {
+        const struct quant_format *format = quant_at(f);
+        size_t n = N * quant_row_bytes(format, COLS);
+        uint8_t *rows = random_rows(format, N, COLS);
+        if (format->scales == QUANT_FLOAT || !rows) {
+            free(rows);
+            continue;
+        }
+        for (size_t b = 0; b < n; b += format->block_bytes) {
+            uint8_t scale[4], *at = rows + b + (format->scales == QUANT_SUPER_16 ? format->block_bytes - 2 : 0);
+            size_t n_scale = format->scales == QUANT_SCALE_MIN || format->scales == QUANT_SUPER_MIN ? 4 : 2;
+            memcpy(scale, at, n_scale);
+            memset(rows + b, format->bits == 8 ? 0x80 : 0xff, format->block_bytes);
+            memcpy(at, scale, n_scale);
+        }
+        for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+            struct cpu_backend *cpu = open_arithmetic(isas[i], "int8", 1);
+            if (!cpu)
+                continue;
+            multiply(cpu, format, rows, bias, COLS, x, ROWS, out, false);
+            close_backend(cpu);
+            if (i == 0)
+                memcpy(first, out, sizeof first);
+            if (memcmp(first, out, sizeof first))
+                fail_msg("%s %s: %g, %s has %g", isas[i], format->name, (double)out[0], isas[0], (double)first[0]);
+        }
+        free(rows);
+    }
+}
+
 static void test_matmul_adds_to_its_output(void **unused)
 {
     static float x[3 * 64], out[3 * N], plain[3 * N], bias[N];
@@ -627,6 +664,7 @@ int main(void)
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul_is_right_and_row_invariant_in_every_format),
+        cmocka_unit_test(test_matmul_of_the_largest_codes_does_not_overflow),
         cmocka_unit_test(test_matmul_adds_to_its_output),
         cmocka_unit_test(test_zero_activations_give_zero),
         cmocka_unit_test(test_rmsnorm_and_silu),
