@@ -25,11 +25,13 @@ import time
 import gguf
 
 import table
-from engines import BUILD, MODELS, ROOT, THREADS, Kvgate, Llama, Missing, Prompts, Vllm, llama_bench
+from engines import BUILD, MODELS, ROOT, THREADS, Choices, Kvgate, Llama, Missing, Prompts, Vllm, llama_bench
 from table import at_least
 
 ROWS = ("decode", "prefill", "clients", "prefix", "beside", "start")
 NEW = int(os.environ.get("TOKENS", "128"))  # of a decode row
+LONG = int(os.environ.get("LONG", "8128"))  # tokens of the prompt beside streams
+SLOW = 8  # seconds: a peer whose turn takes longer has only one
 FILE = os.path.join(ROOT, "build", "bench-cpu.json")
 DECODE_AIMS = {"smol": 1.5, "qwen05": 2, "qwen15": 1.8}
 CLIENT_AIMS = {"smol": 2, "qwen05": 1.5}
@@ -207,7 +209,7 @@ class Bench:
     def __init__(self, model, peers, runs):
         self.model, self.peers, self.runs, self.rows = model, peers, runs, []
         self.prompts, self.limits, self.missing = Prompts(model), Limits(model), {}
-        self.stack, self.started, self.flash = contextlib.ExitStack(), {}, {}
+        self.stack, self.started, self.choices = contextlib.ExitStack(), {}, Choices()
 
     def close(self):
         self.stack.close()
@@ -235,36 +237,36 @@ class Bench:
             self.started[key] = engine
         return self.started[key]
 
-    def llama(self, sequences, context, trial):
-        """llama-server with that kind of attention that does better in trial(engine), which is tried at the first use."""
-        key = (sequences, context)
-        if "FLASH" in os.environ:
-            self.flash[key] = os.environ["FLASH"]
-        if key not in self.flash:
+    def llama(self, sequences, context, trial, kind):
+        """llama-server with that kind of attention that does better in trial(engine), which is tried at the first use of all."""
+        name = f"llama-server {self.model.key} -np {sequences}, {kind}"
+        flash = os.environ.get("FLASH") or self.choices.get(name)
+        if not flash:
             rates = {}
             for flash in ("on", "off"):
-                engine = self.engine(("llama", *key, flash), lambda flash=flash: Llama(self.model, sequences, context, flash))
+                engine = self.engine(("llama", sequences, context, flash), lambda flash=flash: Llama(self.model, sequences, context, flash))
                 if engine is None:
                     return None
                 self.settle()
                 trial(engine)  # the first pass of all faults its memory in
                 rates[flash] = trial(engine)
-            self.flash[key] = max(rates, key=rates.get)
-            self.say(f"llama-server -np {sequences}: -fa on {rates['on']:.4g}, off {rates['off']:.4g}")
-        flash = self.flash[key]
-        return self.engine(("llama", *key, flash), lambda: Llama(self.model, sequences, context, flash))
+            flash = max(rates, key=rates.get)
+            self.choices.put(name, flash)
+            self.say(f"{name}: -fa on {rates['on']:.4g}, off {rates['off']:.4g}")
+        return self.engine(("llama", sequences, context, flash), lambda: Llama(self.model, sequences, context, flash))
 
-    def engines(self, sequences, context, trial):
+    def engines(self, sequences, context, kind, trial):
         """{label: engine} of kvgate and the server peers that run, and the labels of those wanted but missing.
 
-        llama-server runs with so many sequences of so much context, and with what makes trial(engine), a rate, higher.
+        llama-server runs with so many sequences of so much context, and with what makes trial(engine), a rate, higher; what that is
+        for this kind of work is remembered.
         """
         out = {"kvgate": self.engine(("kvgate",), lambda: Kvgate(self.model))}
         if out["kvgate"] is None:
             sys.exit(f"bench-cpu: kvgate does not start: {self.missing[('kvgate',)]}")
         wanted = {}
         if "llama" in self.peers:
-            wanted["llama-server"] = self.llama(sequences, context, trial)
+            wanted["llama-server"] = self.llama(sequences, context, trial, kind)
         if "vllm" in self.peers:
             wanted["vLLM-CPU"] = self.engine(("vllm",), lambda: Vllm(self.model))
         out.update({k: v for k, v in wanted.items() if v})
@@ -288,8 +290,11 @@ class Bench:
             self.settle()
             return work()
 
-        return table.alternate({k: (lambda work=w: settled(work)) for k, w in contestants.items()}, self.runs,
-                               lambda run, name: self.say(f"{what}, run {run + 1} of {self.runs}: {name}"))
+        start = time.monotonic()
+        out = table.alternate({k: (lambda work=w: settled(work)) for k, w in contestants.items()}, self.runs,
+                              lambda run, name: self.say(f"{what}, run {run + 1} of {self.runs}: {name}"), SLOW)
+        self.say(f"{what}: {time.monotonic() - start:.0f} s")
+        return out
 
     def add(self, name, unit, results, metric, missing, settings, high=True, limit=None, aims=None, own_aim=None):
         """Rows of one metric: one for each peer, one without peer when there is none or kvgate alone has an aim."""
@@ -315,7 +320,7 @@ class Bench:
     def decode(self):
         limit, rates = self.limits.decode(), {}
         for n in (1, 8):
-            engines, missing = self.engines(n, 512, lambda e: decode(e, [self.prompts.take(32) for _ in range(n)]))
+            engines, missing = self.engines(n, 512, "decode", lambda e: decode(e, [self.prompts.take(32) for _ in range(n)]))
             batch = [[self.prompts.take(32) for _ in range(n)] for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: decode(e, batch[run])) for k, e in engines.items()}
             settings = {k: e.settings for k, e in engines.items()}
@@ -337,16 +342,14 @@ class Bench:
         return lambda: work(next(calls))
 
     def bench_contestant(self, contestants, missing, n_prompt, n_new):
-        try:
-            llama_bench(self.model, 1, 0)
-        except Missing:
+        if not os.path.exists(os.path.join(Llama.bin, "llama-bench")):
             missing.append("llama-bench")
             return
-        contestants["llama-bench"] = lambda: llama_bench(self.model, n_prompt, n_new)
+        contestants["llama-bench"] = lambda: llama_bench(self.model, n_prompt, n_new, self.choices)
 
     def prefill(self):
         for n in numbers("PROMPTS", "512,2048"):
-            engines, missing = self.engines(1, 2560 + n, lambda e: 1 / first_token(e, self.prompts.take(n))[0])
+            engines, missing = self.engines(1, 4608, "prompts", lambda e: 1 / first_token(e, self.prompts.take(n))[0])
             batch = [self.prompts.take(n) for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: n / first_token(e, batch[run])[0]) for k, e in engines.items()}
             if "bench" in self.peers:
@@ -358,7 +361,7 @@ class Bench:
 
     def clients(self):
         for n in numbers("CLIENTS", "1,4,16,32"):
-            engines, missing = self.engines(32, 512, lambda e: decode(e, [self.prompts.take(64) for _ in range(8)]))
+            engines, missing = self.engines(32, 512, "decode", lambda e: decode(e, [self.prompts.take(64) for _ in range(8)]))
             shared = [self.prompts.take(256) for _ in range(self.runs)]
             own = [[self.prompts.take(64) for _ in range(max(n, 4))] for _ in range(self.runs)]
             contestants = {k: self.once(lambda run, e=e: clients(e, n, shared[run], own[run])) for k, e in engines.items()}
@@ -372,7 +375,7 @@ class Bench:
             self.flush()
 
     def prefix(self):
-        engines, missing = self.engines(2, 4096, lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
+        engines, missing = self.engines(2, 4096, "prompts", lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
         sets = [(self.prompts.take(2048), self.prompts.take(16), self.prompts.take(16)) for _ in range(self.runs)]
         results = self.measure("2k prefix", {k: self.once(lambda run, e=e: prefix(e, *sets[run])) for k, e in engines.items()})
         settings = {k: e.settings for k, e in engines.items()}
@@ -382,8 +385,8 @@ class Bench:
                  aims=self.against_all(("llama-server", "vLLM-CPU"), 2), own_aim=("<= 2 steps + 3 ms", lambda r: r["value"] <= limit))
 
     def beside(self):
-        engines, missing = self.engines(5, self.model.context, lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
-        n = min(8192, self.model.context) - 64
+        engines, missing = self.engines(5, self.model.context, "prompts", lambda e: 1 / first_token(e, self.prompts.take(2048))[0])
+        n = min(LONG, self.model.context - 64)
         sets = [([self.prompts.take(32) for _ in range(4)], self.prompts.take(n), self.prompts.take(n)) for _ in range(self.runs)]
         results = self.measure(f"4 streams beside a prefill of {n}", {k: self.once(lambda run, e=e: beside(e, *sets[run])) for k, e in engines.items()})
         settings = {k: e.settings for k, e in engines.items()}
@@ -401,7 +404,7 @@ class Bench:
         with open(self.model.path, "rb") as f:
             while f.read(1 << 24):
                 pass
-        engines, missing = self.engines(1, 4096, lambda e: 1)
+        engines, missing = self.engines(1, 4608, "prompts", lambda e: 1)
         ids = self.prompts.take(2048)
         kvgate_kv = 1 << 30
 
@@ -413,7 +416,7 @@ class Bench:
                 first_token(new, ids)
                 return {"ready": new.ready, "resident": new.resident() / 1e6}
 
-        makers = {"kvgate": lambda: Kvgate(self.model), "llama-server": lambda: Llama(self.model, 1, 4096), "vLLM-CPU": None}
+        makers = {"kvgate": lambda: Kvgate(self.model), "llama-server": lambda: Llama(self.model, 1, 4608), "vLLM-CPU": None}
         results = self.measure("start", {k: (lambda e=e, k=k: fresh(e, makers[k])) for k, e in engines.items()})
         settings = {k: e.settings for k, e in engines.items()}
         limit = (self.limits.total_bytes + kvgate_kv) / 1e6 + 100

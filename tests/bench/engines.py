@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.join(HERE, ".."))
 from conftest import BUILD, MODELS as FOLDER, ROOT  # noqa: E402
 from stack import Process, free_port  # noqa: E402
 
-PEERS = os.path.join(ROOT, "build", "peers")
+PEERS = os.environ.get("PEERS_DIR", os.path.join(ROOT, "build", "peers"))
 THREADS = int(os.environ.get("THREADS", "2"))
 LOAD = os.path.join(BUILD, "tests/tools/load")
 
@@ -87,6 +87,21 @@ def tree(pid):
         out.append(todo.pop())
         todo += parents.get(out[-1], [])
     return out
+
+
+def signal_all(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def signal_tree(pid, number):
+    """Signals pid and its descendants, the latter first; returns them, none when pid is gone."""
+    members = tree(pid) if os.path.exists(f"/proc/{pid}") else []
+    signal_all(reversed(members), number)
+    return members
 
 
 def die_with_parent():
@@ -223,16 +238,44 @@ class Llama(Engine):
                 str(self.port), "-t", str(THREADS), "-np", str(self.sequences), "-c", str(self.sequences * self.context), "-fa", self.flash]
 
 
-def llama_bench(model, n_prompt, n_new):
-    """Tokens a second by llama.cpp's own benchmark, without a server: the better of its two kinds of attention."""
+class Choices:
+    """What was found best for a peer, by name, kept beside it so that later runs need not try again."""
+
+    def __init__(self, path=None):
+        self.path = path or os.path.join(PEERS, "run", "choices.json")
+
+    def all(self):
+        try:
+            with open(self.path, encoding="utf-8") as f:
+                return json.load(f)
+        except (OSError, ValueError):
+            return {}
+
+    def get(self, name):
+        return self.all().get(name)
+
+    def put(self, name, value):
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        choices = {**self.all(), name: value}
+        with open(self.path, "w", encoding="utf-8") as f:
+            json.dump(choices, f, indent=1)
+
+
+def llama_bench(model, n_prompt, n_new, choices):
+    """Tokens a second by llama.cpp's own benchmark, without a server, with the better of its two kinds of attention."""
     program = os.path.join(Llama.bin, "llama-bench")
     if not os.path.exists(program):
         raise Missing("llama-bench is not installed (make peers)")
-    done = subprocess.run([program, "-m", model.path, "-t", str(THREADS), "-fa", "0,1", "-p", str(n_prompt), "-n", str(n_new), "-r", "1", "-o",
+    name = f"llama-bench {model.key}, {'prompts' if n_prompt else 'decode'}"
+    flash = choices.get(name)
+    done = subprocess.run([program, "-m", model.path, "-t", str(THREADS), "-fa", flash or "0,1", "-p", str(n_prompt), "-n", str(n_new), "-r", "1", "-o",
                            "json"], capture_output=True, text=True, check=False, env={**os.environ, "LD_LIBRARY_PATH": Llama.bin})
     if done.returncode:
         raise RuntimeError(f"llama-bench: {done.stderr[-2000:]}")
-    return max(result["avg_ts"] for result in json.loads(done.stdout))
+    best = max(json.loads(done.stdout), key=lambda result: result["avg_ts"])
+    if not flash:
+        choices.put(name, str(int(best["flash_attn"])))
+    return best["avg_ts"]
 
 
 class Vllm(Engine):
@@ -240,6 +283,7 @@ class Vllm(Engine):
 
     name, label, start_limit, cwd = "vllm", "vLLM-CPU", 1800, "/"
     KV_GB = 2
+    guard = None  # ends the whole process group when the benchmark dies in whatever way
     settings = f"BF16 weights dequantized from the same file, {THREADS} threads bound, KV {KV_GB} GB, prefix caching, 32 sequences"
     python = os.path.join(PEERS, "vllm", "bin", "python")
 
@@ -273,28 +317,44 @@ class Vllm(Engine):
                 "--enable-prefix-caching"]
 
     def start(self, timeout=None, outlive=False):
-        """Takes the one that hold() left running, if there is one."""
-        if os.path.exists(self.state):
+        """Takes the one that hold() left stopped, if there is one; never starts a second beside it."""
+        if self.take_held():
+            return self
+        super().start(timeout, outlive)
+        if not outlive:
+            self.guard = subprocess.Popen(["sh", "-c", 'read -r _; kill -KILL -- "-$1"', "sh", str(self.pid)], stdin=subprocess.PIPE,
+                                          start_new_session=True)
+        return self
+
+    def take_held(self, limit=60):
+        try:
             with open(self.state, encoding="utf-8") as f:
                 held = json.load(f)
-            self.port = held["port"]
-            if self.answers():
-                self.held, self.held_pid, self.ready = True, held["pid"], held["ready"]
-                return self
+        except FileNotFoundError:
+            return False
+        members = signal_tree(held["pid"], signal.SIGCONT)
+        if not members:
             os.unlink(self.state)
-            self.port = free_port()
-        return super().start(timeout, outlive)
+            return False
+        self.port, end = held["port"], time.monotonic() + limit
+        while not self.answers():
+            if time.monotonic() > end:
+                raise Missing(f"the held vLLM (pid {held['pid']}) does not answer within {limit} s: release it")
+        self.held, self.held_pid, self.ready = True, held["pid"], held["ready"]
+        return True
 
     @property
     def pid(self):
         return self.held_pid if self.held else self.process.pid
 
     def hold(self):
+        """Leaves one behind that takes no processor time until the next start()."""
         self.start(outlive=True)
         if not self.held:
             os.makedirs(os.path.dirname(self.state), exist_ok=True)
             with open(self.state, "w", encoding="utf-8") as f:
                 json.dump({"pid": self.pid, "port": self.port, "ready": self.ready}, f)
+        signal_tree(self.pid, signal.SIGSTOP)
 
     def release(self):
         if not os.path.exists(self.state):
@@ -302,18 +362,16 @@ class Vllm(Engine):
         with open(self.state, encoding="utf-8") as f:
             pid = json.load(f)["pid"]
         os.unlink(self.state)
-        for member in reversed(tree(pid)):
-            try:
-                os.kill(member, signal.SIGTERM)
-            except ProcessLookupError:
-                pass
+        signal_tree(pid, signal.SIGKILL)
 
     def stop(self, timeout=20.0):
-        if not self.held and self.process is not None:
+        if self.held:
+            signal_tree(self.pid, signal.SIGSTOP)
+        elif self.process is not None:
             members = tree(self.pid)
             super().stop(timeout)
-            for member in members[1:]:  # the engine core, should it outlive its parent
-                try:
-                    os.kill(member, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+            signal_all(members[1:], signal.SIGKILL)  # the engine core, should it outlive its parent
+            if self.guard:
+                self.guard.kill()
+                self.guard.wait()
+                self.guard = None

@@ -2,6 +2,7 @@
 import json
 import os
 import statistics
+import subprocess
 import time
 
 
@@ -12,17 +13,22 @@ def better(value, other, high):
     return value / other if high else other / value
 
 
-def alternate(contestants, runs, progress=lambda *_: None):
+def alternate(contestants, runs, progress=lambda *_: None, slow=None, clock=time.monotonic):
     """{name: [what the contestant returned in run 0, 1, ...]}: each in turn, and in each run another one first.
 
-    contestants is {name: function without arguments}.
+    contestants is {name: function without arguments}. One but the first of them whose turn took more than `slow` seconds has no other.
     """
-    names, out = list(contestants), {name: [] for name in contestants}
+    names, out, done = list(contestants), {name: [] for name in contestants}, set()
     for run in range(runs):
         first = run % len(names)
         for name in names[first:] + names[:first]:
+            if name in done:
+                continue
             progress(run, name)
+            start = clock()
             out[name].append(contestants[name]())
+            if slow and clock() - start > slow and name != names[0]:
+                done.add(name)
     return out
 
 
@@ -31,6 +37,7 @@ def row(name, unit, values, peer=None, peer_values=None, high=True, limit=None, 
 
     ratio: median over the runs of how many times better kvgate was (above 1 = better). share: how much of the limit the median
     reaches. aim: (text, function of the row that says whether it is reached); without the peer's values it counts as not reached.
+    A slow peer may have fewer values than kvgate: the ratios are of the runs that both have.
     """
     value = statistics.median(values)
     ratios = [better(a, b, high) for a, b in zip(values, peer_values or [])]
@@ -40,6 +47,8 @@ def row(name, unit, values, peer=None, peer_values=None, high=True, limit=None, 
     if aim:
         text, reached = aim
         out["aim"], out["reached"] = text, bool((peer is None or peer_values) and reached(out))
+    if peer_values and len(peer_values) < len(values):
+        out["peer_runs"] = len(peer_values)
     if settings:
         out["peer_settings"] = settings
     return out
@@ -50,6 +59,13 @@ def at_least(ratio):
     return f">= {ratio:g}x", lambda row: row["ratio"] is not None and row["ratio"] >= ratio
 
 
+def commit():
+    """The commit of the tree that was measured, with a plus when files differ from it."""
+    run = lambda *args: subprocess.run(["git", *args], cwd=os.path.dirname(__file__), capture_output=True, text=True, check=False).stdout  # noqa: E731
+    changed = run("status", "--porcelain", "--untracked-files=no", ":/gpu-worker", ":/libprompt", ":/redis-schemas")
+    return run("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
+
+
 def merge(path, rows):
     """Puts rows into the file, each in the place of the earlier one of its name and peer; returns all rows of the file."""
     try:
@@ -57,10 +73,10 @@ def merge(path, rows):
             old = json.load(f)
     except (OSError, ValueError):
         old = []
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    now, tree = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), commit() if rows else ""
     place = {(r["row"], r["peer"]): i for i, r in enumerate(old)}
     for new in rows:
-        new = {**new, "at": now}
+        new = {**new, "at": now, "commit": tree}
         key = (new["row"], new["peer"])
         if key in place:
             old[place[key]] = new

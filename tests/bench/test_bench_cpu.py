@@ -1,8 +1,10 @@
 """bench-cpu's arithmetic, and its rows on a toy model without any peer, so that it works when somebody needs its numbers."""
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -55,6 +57,44 @@ def test_every_contestant_is_first_in_turn():
     out = table.alternate({name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3)
     assert "".join(order) == "abcbcacab"
     assert out == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_a_slow_peer_has_one_turn_and_the_ratio_is_of_the_runs_both_have():
+    now = iter(range(0, 1000, 5))  # each contestant's turn takes five seconds
+    out = table.alternate({name: lambda: 1 for name in "abc"}, 3, slow=4, clock=lambda: next(now))
+    assert out == {"a": [1, 1, 1], "b": [1], "c": [1]}
+    row = table.row("r", "t/s", [10, 20, 30], "b", [10], aim=table.at_least(1))
+    assert row["ratio"] == 1 and row["peer_value"] == 10 and row["peer_runs"] == 1 and row["reached"] is True
+
+
+def test_what_was_best_for_a_peer_is_remembered(tmp_path):
+    path = str(tmp_path / "run" / "choices.json")
+    engines.Choices(path).put("llama, decode", "off")
+    engines.Choices(path).put("llama, prompts", "on")
+    assert engines.Choices(path).get("llama, decode") == "off" and engines.Choices(path).get("other") is None
+
+
+def sleeper():
+    """A process in a group of its own, with a child."""
+    return subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+
+
+def test_a_held_server_stops_and_goes_on_with_its_children():
+    with sleeper() as process:
+        try:
+            deadline = time.monotonic() + 10
+            while len(engines.tree(process.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            members = engines.signal_tree(process.pid, signal.SIGSTOP)
+            assert len(members) == 2
+            state = lambda pid: open(f"/proc/{pid}/stat", encoding="utf-8").read().rsplit(")", 1)[1].split()[0]  # noqa: E731
+            while {state(pid) for pid in members} != {"T"} and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert {state(pid) for pid in members} == {"T"}
+            engines.signal_tree(process.pid, signal.SIGCONT)
+        finally:
+            engines.signal_tree(process.pid, signal.SIGKILL)
+    assert engines.signal_tree(process.pid, signal.SIGKILL) == []
 
 
 def test_rows_of_a_later_piece_replace_the_earlier_ones(tmp_path):
@@ -116,7 +156,7 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch, tmp_path):
     with pytest.raises(engines.Missing, match="make peers"):
         engines.Llama(TOY, 1, 512).start()
     with pytest.raises(engines.Missing, match="make peers"):
-        engines.llama_bench(TOY, 1, 1)
+        engines.llama_bench(TOY, 1, 1, engines.Choices(str(tmp_path / "choices")))
 
 
 def test_bf16_rounds_to_nearest_even():
