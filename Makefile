@@ -59,8 +59,8 @@ ISA_amx    := $(ISA_avx512) -mavx512bf16 -mprfchw -mamx-tile -mamx-int8 -mamx-bf
 
 PROMPT_SRC := $(filter-out libprompt/kvgate_prompt.c,$(wildcard libprompt/*.c))
 SCHEMA_SRC := $(wildcard redis-schemas/*.c)
-WORKER_SRC := $(filter-out gpu-worker/main.c,$(wildcard gpu-worker/*.c gpu-worker/server/*.c gpu-worker/engine/*.c gpu-worker/kv/*.c \
-              gpu-worker/model/*.c gpu-worker/quant/*.c gpu-worker/backend/*.c gpu-worker/backend/cpu/*.c))
+WORKER_SRC := $(filter-out gpu-worker/main.c gpu-worker/tools/kvgate_%,$(wildcard gpu-worker/*.c gpu-worker/server/*.c gpu-worker/engine/*.c gpu-worker/kv/*.c \
+              gpu-worker/model/*.c gpu-worker/quant/*.c gpu-worker/backend/*.c gpu-worker/backend/cpu/*.c gpu-worker/tools/*.c))
 LUA        := $(wildcard redis-schemas/*.lua)
 
 obj = $(patsubst %.c,$(B)/%.o,$(1))
@@ -101,10 +101,19 @@ $(B)/kvgate-prompt: $(B)/libprompt/kvgate_prompt.o $(B)/libprompt.a
 $(B)/kvgate-worker: $(B)/gpu-worker/main.o $(LIBS)
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+$(B)/kvgate-score: $(B)/gpu-worker/tools/kvgate_score.o $(LIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+# kvgate-eval: Python with the standard library alone, in one file.
+EVAL_SRC := $(wildcard gpu-worker/tools/eval/*.py)
+$(B)/kvgate-eval: $(EVAL_SRC)
+	@mkdir -p $(B)/gen/eval && rm -f $(B)/gen/eval/* && cp $(EVAL_SRC) $(B)/gen/eval/
+	$(call say,ZIP)
+	$(Q)python3 -m zipapp $(B)/gen/eval -p "/usr/bin/env python3" -o $@
 
 # Every tests/unit/**/test_*.c is one cmocka program; tests/tools/*.c and tests/bench/*.c are small programs of their own.
 UNIT_SRC  := $(wildcard tests/unit/*/test_*.c)
-LINT_SRC  := $(PROMPT_SRC) $(SCHEMA_SRC) $(WORKER_SRC) libprompt/kvgate_prompt.c gpu-worker/main.c
+LINT_SRC  := $(PROMPT_SRC) $(SCHEMA_SRC) $(WORKER_SRC) libprompt/kvgate_prompt.c gpu-worker/main.c $(wildcard gpu-worker/tools/kvgate_*.c)
 UNIT_BIN  := $(patsubst %.c,$(B)/%,$(UNIT_SRC))
 TOOL_SRC  := $(wildcard tests/tools/*.c tests/bench/*.c)
 TOOL_BIN  := $(patsubst %.c,$(B)/%,$(TOOL_SRC))
@@ -225,7 +234,7 @@ $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html ngin
 module: $(MODULE)
 
 #: programs                build/kvgate-worker and build/kvgate-prompt
-programs: $(B)/kvgate-prompt $(B)/kvgate-worker
+programs: $(B)/kvgate-prompt $(B)/kvgate-worker $(B)/kvgate-score $(B)/kvgate-eval
 #: all                     module and programs; the default
 all: programs module
 #: unit, tools             compiles the unit tests; the tools of tests and benchmarks

