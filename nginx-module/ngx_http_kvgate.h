@@ -191,6 +191,11 @@ typedef struct {
     struct kvg_redis_servers       redis;       /* hosts are numeric */
     ngx_msec_t                     redis_timeout;
     ngx_str_t                      redis_prefix;  /* NUL-terminated */
+    ngx_str_t                      redis_ca;    /* "": the system's */
+    ngx_array_t                   *redis_certificate;  /* of ngx_str_t: certificate and key; NULL: none */
+#if (NGX_SSL)
+    ngx_ssl_t                     *redis_ssl;   /* NULL: no rediss:// */
+#endif
     ngx_array_t                   *allow;       /* of ngx_cidr_t */
     double                         alpha;
     ngx_shm_zone_t                *zone;
@@ -361,9 +366,35 @@ ngx_http_kvgate_call_t *ngx_http_kvgate_redis_limit(const struct kvg_limit_query
 /* The handler will not be called any more. */
 void ngx_http_kvgate_redis_cancel(ngx_http_kvgate_call_t *call);
 
-/* hiredis.c: nginx's events for a new connection; gone is called when hiredis gives it up. NGX_ERROR: not attached. */
+/* hiredis.c: nginx's events for a new connection; gone is called when hiredis gives it up, failed before that where it was TLS that
+ * did. NGX_ERROR: not attached. */
 struct redisAsyncContext;
-ngx_int_t ngx_http_kvgate_hiredis_attach(struct redisAsyncContext *context, void (*gone)(struct redisAsyncContext *context));
+ngx_int_t ngx_http_kvgate_hiredis_attach(struct redisAsyncContext *context, void (*gone)(struct redisAsyncContext *context),
+                                         void (*failed)(struct redisAsyncContext *context, const char *what));
+
+/* What nginx's connection of it has as data. */
+typedef struct {
+    struct redisAsyncContext      *context;
+    void                         (*gone)(struct redisAsyncContext *context);
+    void                         (*failed)(struct redisAsyncContext *context, const char *what);
+    ngx_uint_t                    *freed;       /* set to 1 when this is freed; may be NULL */
+#if (NGX_SSL)
+    ngx_ssl_t                     *ssl;
+    const char                    *name;        /* that the server's certificate must be for */
+    char                           why[160];    /* TLS failed */
+#endif
+    unsigned                       writing:1;   /* hiredis is */
+} ngx_http_kvgate_link_t;
+
+#if (NGX_SSL)
+/* tls.c */
+/* Makes redis_ssl, where a rediss:// is among the addresses. */
+char *ngx_http_kvgate_tls_init(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf);
+/* TLS for an attached connection that is not used yet; name stays. NGX_ERROR: of no use any more, to be freed. */
+ngx_int_t ngx_http_kvgate_tls_attach(ngx_connection_t *c, ngx_ssl_t *ssl, const char *name);
+/* Ends it, where there is any. */
+void ngx_http_kvgate_tls_detach(ngx_connection_t *c);
+#endif
 
 /* replies.c: a new connection's reader refuses what would end or bloat the process. */
 void ngx_http_kvgate_replies_guard(struct redisAsyncContext *context);
@@ -413,6 +444,7 @@ char *ngx_http_kvgate_model(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 /* Refuses a name that two models answer to. */
 char *ngx_http_kvgate_check_names(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf);
 char *ngx_http_kvgate_redis(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
+char *ngx_http_kvgate_redis_certificate(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 char *ngx_http_kvgate_redis_prefix(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 char *ngx_http_kvgate_zone(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);
 char *ngx_http_kvgate_allow(ngx_conf_t *cf, ngx_command_t *cmd, void *conf);

@@ -254,6 +254,13 @@ ngx_http_kvgate_add_redis(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf, ngx_
     }
 
     for ( /* void */ ; i < servers->n; i++) {
+#if !(NGX_SSL)
+        if (servers->urls[i].tls) {
+            ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "kvgate_redis: rediss:// needs an nginx that is built with TLS");
+            return NGX_CONF_ERROR;
+        }
+
+#endif
         if (servers->urls[i].path[0] == '\0' && ngx_http_kvgate_redis_resolve(cf, text, &servers->urls[i]) != NGX_CONF_OK) {
             return NGX_CONF_ERROR;
         }
@@ -282,6 +289,33 @@ ngx_http_kvgate_redis(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
             return NGX_CONF_ERROR;
         }
     }
+
+    return NGX_CONF_OK;
+}
+
+
+char *
+ngx_http_kvgate_redis_certificate(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
+{
+    ngx_http_kvgate_main_conf_t *mcf = conf;
+
+    ngx_str_t  *value, *certificate;
+
+    value = cf->args->elts;
+
+    if (mcf->redis_certificate) {
+        return "is duplicate";
+    }
+
+    mcf->redis_certificate = ngx_array_create(cf->pool, 2, sizeof(ngx_str_t));
+    certificate = mcf->redis_certificate ? ngx_array_push_n(mcf->redis_certificate, 2) : NULL;
+
+    if (certificate == NULL) {
+        return NGX_CONF_ERROR;
+    }
+
+    certificate[0] = value[1];
+    certificate[1] = value[2];
 
     return NGX_CONF_OK;
 }

@@ -1,15 +1,8 @@
 /* hiredis' asynchronous client on nginx's events. They are level-triggered: it reads 16 KiB an event and would stall under edge-triggered
- * ones.
+ * ones. Connections with TLS have theirs in tls.c.
  */
 #include "ngx_http_kvgate.h"
 #include <hiredis/async.h>
-
-
-typedef struct {
-    redisAsyncContext  *context;
-    void              (*gone)(redisAsyncContext *context);
-    unsigned            writing:1;
-} ngx_http_kvgate_link_t;
 
 
 static void
@@ -34,11 +27,15 @@ ngx_http_kvgate_hiredis_write(ngx_event_t *ev)
     ngx_connection_t        *c = ev->data;
     ngx_http_kvgate_link_t  *link = c->data;
 
+    ngx_uint_t               freed = 0;
+
     link->writing = 1;
+    link->freed = &freed;
     redisAsyncHandleWrite(link->context);
 
-    if (c->data == link) {
+    if (!freed) {
         link->writing = 0;
+        link->freed = NULL;
     }
 }
 
@@ -101,7 +98,8 @@ ngx_http_kvgate_hiredis_del_write(void *data)
 static void
 ngx_http_kvgate_hiredis_cleanup(void *data)
 {
-    ngx_connection_t  *c = data;
+    ngx_connection_t        *c = data;
+    ngx_http_kvgate_link_t  *link = c->data;
 
     ngx_http_kvgate_hiredis_del_read(c);
     ngx_http_kvgate_hiredis_del_write(c);
@@ -114,21 +112,30 @@ ngx_http_kvgate_hiredis_cleanup(void *data)
         ngx_delete_posted_event(c->write);
     }
 
-    /* nginx's free list overwrites c->data */
-    ((ngx_http_kvgate_link_t *) c->data)->gone(((ngx_http_kvgate_link_t *) c->data)->context);
-    ngx_free(c->data);
+#if (NGX_SSL)
+    ngx_http_kvgate_tls_detach(c);
+#endif
+
+    link->gone(link->context);
+
+    if (link->freed) {
+        *link->freed = 1;
+    }
+
+    ngx_free(link);
     ngx_free_connection(c);
     c->fd = (ngx_socket_t) -1;
 }
 
 
 ngx_int_t
-ngx_http_kvgate_hiredis_attach(redisAsyncContext *context, void (*gone)(redisAsyncContext *context))
+ngx_http_kvgate_hiredis_attach(redisAsyncContext *context, void (*gone)(redisAsyncContext *context),
+    void (*failed)(redisAsyncContext *context, const char *what))
 {
     ngx_connection_t        *c;
     ngx_http_kvgate_link_t  *link;
 
-    link = ngx_alloc(sizeof(ngx_http_kvgate_link_t), ngx_cycle->log);
+    link = ngx_calloc(sizeof(ngx_http_kvgate_link_t), ngx_cycle->log);
     if (link == NULL) {
         return NGX_ERROR;
     }
@@ -141,7 +148,7 @@ ngx_http_kvgate_hiredis_attach(redisAsyncContext *context, void (*gone)(redisAsy
 
     link->context = context;
     link->gone = gone;
-    link->writing = 0;
+    link->failed = failed;
     c->data = link;
     c->idle = 1;
     c->read->handler = ngx_http_kvgate_hiredis_read;

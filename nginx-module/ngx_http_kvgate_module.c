@@ -97,6 +97,20 @@ static ngx_command_t  ngx_http_kvgate_commands[] = {
       offsetof(ngx_http_kvgate_main_conf_t, redis_timeout),
       NULL },
 
+    { ngx_string("kvgate_redis_ca"),
+      NGX_HTTP_MAIN_CONF|NGX_CONF_TAKE1,
+      ngx_conf_set_str_slot,
+      NGX_HTTP_MAIN_CONF_OFFSET,
+      offsetof(ngx_http_kvgate_main_conf_t, redis_ca),
+      NULL },
+
+    { ngx_string("kvgate_redis_certificate"),
+      NGX_HTTP_MAIN_CONF|NGX_CONF_TAKE2,
+      ngx_http_kvgate_redis_certificate,
+      NGX_HTTP_MAIN_CONF_OFFSET,
+      0,
+      NULL },
+
     { ngx_string("kvgate_redis_prefix"),
       NGX_HTTP_MAIN_CONF|NGX_CONF_TAKE1,
       ngx_http_kvgate_redis_prefix,
@@ -216,6 +230,12 @@ ngx_http_kvgate_init_main_conf(ngx_conf_t *cf, void *conf)
     if (ngx_http_kvgate_check_names(cf, mcf) != NGX_CONF_OK) {
         return NGX_CONF_ERROR;
     }
+
+#if (NGX_SSL)
+    if (ngx_http_kvgate_tls_init(cf, mcf) != NGX_CONF_OK) {
+        return NGX_CONF_ERROR;
+    }
+#endif
 
 #if (NGX_THREADS)
     if (ngx_thread_pool_add(cf, NULL) == NULL) {

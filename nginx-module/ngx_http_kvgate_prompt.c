@@ -7,7 +7,7 @@
 
 
 /* Depth and number of values that a body may have; libprompt's defaults otherwise. */
-static const struct kvg_json_limits  ngx_http_kvgate_json_limits = { 0, 0 };
+static const struct kvg_json_limits  ngx_http_kvgate_json_limits;
 
 
 static void

@@ -7,7 +7,7 @@
  *   BREAKER timeouts in a row -> queries answer REDIS_TIMEOUT at once, until a poll is answered in time; while that lasts, one is
  *                       sent every PROBE, as soon as the one before is answered, so no request pays for finding out
  *
- * Its replies are guarded by replies.c, its events are in hiredis.c.
+ * Its replies are guarded by replies.c, its events are in hiredis.c, TLS in tls.c.
  */
 #include "ngx_http_kvgate.h"
 #include <hiredis/async.h>
@@ -94,6 +94,13 @@ ngx_http_kvgate_redis_complain(const char *what)
                       "kvgate: redis %s: %s; requests are routed without it, retrying each second",
                       redis.url.shown, what);
     }
+}
+
+
+static void
+ngx_http_kvgate_redis_failed(redisAsyncContext *context, const char *what)
+{
+    ngx_http_kvgate_redis_complain(what);
 }
 
 
@@ -215,10 +222,17 @@ ngx_http_kvgate_redis_open(void)
         return NULL;
     }
 
-    if (ngx_http_kvgate_hiredis_attach(context, ngx_http_kvgate_redis_gone) != NGX_OK) {
+    if (ngx_http_kvgate_hiredis_attach(context, ngx_http_kvgate_redis_gone, ngx_http_kvgate_redis_failed) != NGX_OK) {
         redisAsyncFree(context);
         return NULL;
     }
+
+#if (NGX_SSL)
+    if (url->tls && ngx_http_kvgate_tls_attach(context->ev.data, redis.conf->redis_ssl, url->name) != NGX_OK) {
+        redisAsyncFree(context);
+        return NULL;
+    }
+#endif
 
     ngx_http_kvgate_replies_guard(context);
     redisAsyncSetConnectCallback(context, ngx_http_kvgate_redis_on_connect);

@@ -1,13 +1,12 @@
 #define _GNU_SOURCE
 #include "redis-schemas/url.h"
 #include <ctype.h>
-#include <hiredis/hiredis.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 
-static const char SHAPE[] = "Redis URL: expected redis://[[user]:password@]host[:port][/db] or unix:/path[?db=N]";
+static const char SHAPE[] = "Redis URL: expected redis:// or rediss://[[user]:password@]host[:port][/db], or unix:/path[?db=N]";
 
 /* Decimal digits alone, 0..max; -1 otherwise. */
 static long parse_number(const char *text, size_t len, long max)
@@ -115,15 +114,10 @@ int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_e
     out->port = 6379;
     if (!strncasecmp(url, "unix:", 5))
         return parse_unix(url + 5, out, err);
-    if (!strncasecmp(url, "rediss://", 9))
-        return kvg_fail(err, KVG_INVALID,
-                        "Redis URL: rediss:// (TLS) is not supported, its client library hiredis %d.%d has none: run a TLS proxy "
-                        "such as stunnel "
-                        "beside this program and name its plain address or unix socket",
-                        HIREDIS_MAJOR, HIREDIS_MINOR);
-    if (strncasecmp(url, "redis://", 8))
+    out->tls = !strncasecmp(url, "rediss://", 9);
+    if (!out->tls && strncasecmp(url, "redis://", 8))
         return kvg_fail(err, KVG_INVALID, "%s", SHAPE);
-    const char *rest = url + 8, *slash, *at = strrchr(rest, '@');
+    const char *rest = url + 8 + out->tls, *slash, *at = strrchr(rest, '@');
     if (at) {
         if (parse_credentials(rest, (size_t)(at - rest), out, err))
             return KVG_INVALID;
@@ -138,7 +132,9 @@ int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_e
             return kvg_fail(err, KVG_INVALID, "Redis URL: the db must be a number, not \"%.32s\"", slash + 1);
         out->db = (int)db;
     }
-    snprintf(out->shown, sizeof out->shown, "%s:%u db %d", out->host, out->port, out->db);
+    if (out->tls)
+        snprintf(out->name, sizeof out->name, "%s", out->host);
+    snprintf(out->shown, sizeof out->shown, "%s%s:%u db %d", out->tls ? "tls " : "", out->host, out->port, out->db);
     return 0;
 }
 
@@ -184,8 +180,12 @@ int kvg_redis_servers_parse(const char *text, struct kvg_redis_servers *out, str
     /* A comma within a password is written as it is where only one URL is given. */
     while (*text) {
         char one[1024];
-        const char *comma = strstr(text, ",redis://"), *local = strstr(text, ",unix:");
-        comma = !comma || (local && local < comma) ? local : comma;
+        static const char *const next[] = {",redis://", ",rediss://", ",unix:"};
+        const char *comma = NULL;
+        for (size_t i = 0; i < sizeof next / sizeof *next; i++) {
+            const char *at = strstr(text, next[i]);
+            comma = at && (!comma || at < comma) ? at : comma;
+        }
         size_t len = comma ? (size_t)(comma - text) : strlen(text);
         if (len >= sizeof one)
             return kvg_fail(err, KVG_INVALID, "Redis URL: longer than %zu bytes", sizeof one - 1);

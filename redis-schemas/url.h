@@ -1,5 +1,6 @@
 /* Where Redis is: the URLs that the worker's --redis and the gateway's kvgate_redis take. */
 #pragma once
+#include <stdbool.h>
 #include <stdint.h>
 #include <stddef.h>
 #include "libprompt/error.h"
@@ -11,11 +12,13 @@ struct kvg_redis_url {
     char user[129];     /* percent-decoded; "" = none, AUTH takes the password alone */
     char password[513]; /* percent-decoded; "" = no AUTH */
     int db;             /* 0 unless given */
+    bool tls;           /* rediss:// */
+    char name[256];     /* host as the URL has it, with which a certificate is compared; "" without TLS */
     char shown[320];    /* for logs: no user, no password */
 };
 
-/* redis://[[user]:password@]host[:port][/db], host being a name, IPv4 or [IPv6]; or unix:/path[?db=N]. A db on its own
- * selects it; rediss:// (TLS) is refused. 0, or KVG_INVALID with a message that never holds the password. */
+/* redis://[[user]:password@]host[:port][/db], host being a name, IPv4 or [IPv6]; rediss://… for TLS; or unix:/path[?db=N]. A db
+ * on its own selects it. 0, or KVG_INVALID with a message that never holds the password. */
 int kvg_redis_url_parse(const char *url, struct kvg_redis_url *out, struct kvg_error *err);
 
 /* Where to look for a Redis that takes writes: one of several servers, or the master that a Sentinel names. */

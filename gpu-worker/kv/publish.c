@@ -538,6 +538,13 @@ int publisher_open(struct publisher **out, const struct publisher_options *optio
         release(p);
         return KVG_INVALID;
     }
+    for (size_t i = 0; i < p->link.servers.n; i++)
+        if (p->link.servers.urls[i].tls) {
+            release(p);
+            return kvg_fail(err, KVG_INVALID,
+                            "Redis URL: rediss:// (TLS) is not supported here: run a TLS proxy such as stunnel beside this "
+                            "program and name its plain address or unix socket");
+        }
     p->link.url = p->link.servers.urls[0];
     if (queue_init(&p->queue, options->queue_blocks ? options->queue_blocks : DEFAULT_QUEUE) || copy_options(p, options) ||
         pthread_create(&p->thread, NULL, run, p)) {

@@ -1,7 +1,8 @@
-"""Redis moves: a list of servers, Sentinel, a user with few rights, TLS through a proxy. Real Redis, real workers, real nginx."""
+"""Redis moves: a list of servers, Sentinel, a user with few rights, TLS. Real Redis, real workers, real nginx."""
 import os
 import re
 import subprocess
+import time
 
 import pytest
 import redis as redis_library
@@ -112,11 +113,88 @@ def test_the_user_of_the_readme_suffices():
                 user.execute_command(*command)
 
 
-def test_rediss_is_refused_by_name():
-    gateway = Gateway(redis_url="rediss://127.0.0.1:6379")
-    code, text = gateway.test()
-    gateway.close()
-    assert code != 0 and re.search(r"rediss:// \(TLS\) is not supported, its client library hiredis \d+\.\d+ has none: run a TLS proxy such as stunnel", text)
+def certify(folder, name, subject, issuer=None):
+    """(key, certificate) files; without an issuer it is a CA."""
+    key, certificate, request = (str(folder / f"{name}.{end}") for end in ("key", "pem", "csr"))
+    openssl = lambda *args: subprocess.run(["openssl", *args], check=True, capture_output=True)  # noqa: E731
+    fresh = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", key, "-subj", f"/CN={name}")
+    if issuer is None:
+        openssl("req", "-x509", *fresh, "-out", certificate, "-days", "2", "-addext", "basicConstraints=critical,CA:TRUE")
+    else:
+        (folder / f"{name}.ext").write_text(f"subjectAltName={subject}\n")
+        openssl("req", *fresh, "-out", request)
+        openssl("x509", "-req", "-in", request, "-CA", issuer[1], "-CAkey", issuer[0], "-CAcreateserial", "-days", "2", "-out", certificate,
+                "-extfile", str(folder / f"{name}.ext"))
+    return key, certificate
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pki")
+    ca = certify(folder, "ca", "")
+    return {"ca": ca[1], "address": certify(folder, "address", "IP:127.0.0.1", ca), "name": certify(folder, "name", "DNS:localhost", ca),
+            "other": certify(folder, "other", "DNS:redis.example", ca), "client": certify(folder, "client", "DNS:gateway", ca)}
+
+
+def tls_redis(pki, served, clients="no", port=None):
+    port = port or free_port()
+    redis = Redis("--tls-port", port, "--tls-cert-file", pki[served][1], "--tls-key-file", pki[served][0], "--tls-ca-cert-file", pki["ca"],
+                  "--tls-auth-clients", clients)
+    redis.tls = port
+    return redis
+
+
+@pytest.mark.parametrize("host, served", [("127.0.0.1", "address"), ("localhost", "name")])
+def test_tls_with_a_certificate_for_the_address_or_the_name(pki, host, served):
+    with tls_redis(pki, served) as redis, FakeWorker("w1") as worker:
+        redis.cli("acl", "setuser", "kvgate", "on", ">pa:ss", "~*", "+@all")
+        url = f"rediss://kvgate:pa%3ass@{host}:{redis.tls}/1"
+        with Gateway(servers=[worker.addr], redis_url=url, http=f"kvgate_redis_ca {pki['ca']};") as gateway:
+            redis.client = lambda: redis_library.Redis(port=redis.port, db=1, decode_responses=True)
+            worker.register(redis, gateway.status()["models"][0]["fingerprint"])
+            wait_until(lambda: gateway.workers() == ["w1"] and routed(gateway), 20, "routed through TLS")
+            for words in (10, 4000, 60_000):  # of which the last is many TLS records to Redis
+                assert post(gateway, "word " * words).headers["X-Kvgate-Reason"] in ROUTED
+            for _ in range(3):  # reloads and lost connections leave nothing behind
+                gateway.reload()
+                redis.cli("client", "kill", "type", "normal", "skipme", "yes")
+                wait_until(lambda: routed(gateway), 20, "connected again")
+            clients = [c for c in redis.client().client_list() if c["name"].startswith("kvgate-gateway")]
+            assert clients and all(c["user"] == "kvgate" and c["laddr"].endswith(f":{redis.tls}") for c in clients)
+
+
+@pytest.mark.parametrize("served, ca, says", [
+    ("other", True, r"TLS: (hostname|IP address) mismatch"), ("address", False, "TLS: (self-signed certificate in certificate chain|unable to get local issuer certificate) .SSL: error"),
+    (None, True, "no answer for two seconds")])
+def test_tls_that_cannot_be_trusted_is_not_used_and_said_once(pki, served, ca, says):
+    with tls_redis(pki, served or "address") as redis, FakeWorker("w1") as worker:
+        port = redis.tls if served else redis.port
+        with Gateway(servers=[worker.addr], redis_url=f"rediss://127.0.0.1:{port}", http=f"kvgate_redis_ca {pki['ca']};" if ca else "") as gateway:
+            wait_until(lambda: re.search(f"redis tls 127.0.0.1:{port} db 0: {says}", gateway.log()), 20, "the log says why")
+            for _ in range(4):
+                reply = post(gateway)
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in ("redis_down", "redis_timeout")
+                time.sleep(0.5)
+            assert gateway.log().count("routed without it") == 1
+
+
+def test_tls_with_a_certificate_of_the_client(pki):
+    with tls_redis(pki, "address", clients="yes") as redis, FakeWorker("w1") as worker:
+        certificate = f"kvgate_redis_ca {pki['ca']};\nkvgate_redis_certificate {pki['client'][1]} {pki['client'][0]};"
+        with Gateway(servers=[worker.addr], redis_url=f"rediss://127.0.0.1:{redis.tls}", http=certificate) as gateway:
+            worker.register(redis, gateway.status()["models"][0]["fingerprint"])
+            wait_until(lambda: gateway.workers() == ["w1"] and routed(gateway), 20, "routed through TLS")
+        with Gateway(servers=[worker.addr], redis_url=f"rediss://127.0.0.1:{redis.tls}", http=f"kvgate_redis_ca {pki['ca']};") as gateway:
+            wait_until(lambda: "TLS: " in gateway.log(), 20, "refused without one")
+            assert post(gateway).headers["X-Kvgate-Reason"] == "redis_down"
+
+
+def test_files_of_tls_that_are_not_there_fail_the_configuration(pki):
+    for http in ("kvgate_redis_ca /no/such/ca.pem;", f"kvgate_redis_certificate {pki['client'][1]} {pki['other'][0]};"):
+        gateway = Gateway(redis_url="rediss://127.0.0.1:6379", http=http)
+        code, text = gateway.test()
+        gateway.close()
+        assert code != 0 and ("/no/such/ca.pem" in text or "key values mismatch" in text)
 
 
 class Stunnel(Process):

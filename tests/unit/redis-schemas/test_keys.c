@@ -187,6 +187,11 @@ static void urls_are_taken_apart(void **state)
     assert_string_equal(url.password, "a@b");
     assert_string_equal(url.host, "::1");
     assert_int_equal(url.port, 7);
+    assert_false(url.tls || url.name[0]);
+    assert_int_equal(kvg_redis_url_parse("rediss://u:p@redis.example:6390/2", &url, NULL), 0);
+    assert_true(url.tls && url.port == 6390 && url.db == 2);
+    assert_string_equal(url.name, "redis.example");
+    assert_string_equal(url.shown, "tls redis.example:6390 db 2");
     assert_int_equal(kvg_redis_url_parse("unix:/run/redis.sock?db=3", &url, NULL), 0);
     assert_string_equal(url.path, "/run/redis.sock");
     assert_int_equal(url.db, 3);
@@ -211,7 +216,9 @@ static void wrong_urls_are_refused_without_their_password(void **state)
         "redis://:secret%zz@h",
         "redis://[::1",
         "redis://[::1]x",
-        "rediss://h",
+        "rediss:",
+        "rediss://",
+        "redisss://h",
         "http://h",
         "unix:relative.sock",
         "unix:/a?db=x",
