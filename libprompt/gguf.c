@@ -8,6 +8,7 @@
  * Every length is compared with what is left of the file before it is used, and sizes are multiplied with overflow checks.
  */
 #include "libprompt/gguf.h"
+#include "libprompt/hf_folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -406,6 +407,7 @@ static int parse(struct reader *r, struct kvg_gguf *gguf)
 struct handle {
     struct kvg_gguf gguf;
     bool mapped;
+    bool owned; /* the bytes were made from a folder */
 };
 
 static int open_bytes(struct kvg_gguf **out, const unsigned char *bytes, size_t size, bool mapped, struct kvg_error *err)
@@ -434,13 +436,31 @@ int kvg_gguf_parse(struct kvg_gguf **out, const unsigned char *bytes, size_t siz
     return open_bytes(out, bytes, size, false, err);
 }
 
+static int open_folder(struct kvg_gguf **out, const char *path, struct kvg_error *err)
+{
+    struct kvg_buf bytes;
+    int rc = kvg_folder_metadata(&bytes, path, err);
+
+    if (rc)
+        return rc;
+    rc = open_bytes(out, (const unsigned char *)bytes.bytes, bytes.len, false, err);
+    if (rc)
+        kvg_buf_free(&bytes);
+    else
+        ((struct handle *)*out)->owned = true;
+    return rc;
+}
+
 int kvg_gguf_open(struct kvg_gguf **out, const char *path, struct kvg_error *err)
 {
     struct stat st;
     void *map;
-    int rc, fd = open(path, O_RDONLY | O_CLOEXEC);
+    int rc, fd;
 
     *out = NULL;
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        return open_folder(out, path, err);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return kvg_fail(err, KVG_FILE, "cannot open %.200s: %s", path, strerror(errno));
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size == 0) {
@@ -474,6 +494,8 @@ void kvg_gguf_close(struct kvg_gguf *gguf)
         return;
     if (handle->mapped)
         munmap((void *)gguf->map, gguf->size);
+    if (handle->owned)
+        free((void *)gguf->map);
     free(gguf->values);
     free(gguf->tensors);
     free(handle);

@@ -55,6 +55,8 @@ struct kvg_gguf {
     uint64_t data_offset;
 };
 
+/* path: a file, or a Hugging Face folder, whose metadata is made from its JSON files and which has no tensors here (hf_folder.h).
+ */
 int kvg_gguf_open(struct kvg_gguf **out, const char *path, struct kvg_error *err);
 /* The same on bytes that the caller keeps alive (fuzzing, tests). */
 int kvg_gguf_parse(struct kvg_gguf **out, const unsigned char *bytes, size_t size, struct kvg_error *err);

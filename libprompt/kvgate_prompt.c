@@ -10,7 +10,7 @@ enum { EXIT_USAGE = 2, MAX_INPUT = 1 << 30 };
 
 static const char USAGE[] =
     "usage: kvgate-prompt cut IN OUT             write the GGUF IN without its tensors: what the gateway needs\n"
-    "       kvgate-prompt fingerprint FILE       print the prompt fingerprint of a GGUF or its cut\n"
+    "       kvgate-prompt fingerprint FILE       print the prompt fingerprint of a GGUF, its cut, or a Hugging Face folder\n"
     "       kvgate-prompt ids   --model FILE [--chat | --completion | --text] < INPUT\n"
     "                                            print the token ids as a JSON array, one line a prompt\n"
     "       kvgate-prompt text  --model FILE < BODY\n"

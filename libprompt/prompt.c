@@ -50,6 +50,9 @@ static int compute_fingerprint(const struct kvg_gguf *gguf, struct kvg_hash *out
         "tokenizer.ggml.add_space_prefix",
         "tokenizer.chat_template",
     };
+    /* Of folders alone; GGUF files have the fingerprint that they had before these existed. */
+    static const char *const folder_keys[] = {"kvgate.nfc", "kvgate.ignore_merges", "kvgate.space_prefix_once",
+                                              "kvgate.space_prefix_first"};
     XXH3_state_t *state = XXH3_createState();
     XXH128_canonical_t canonical;
     uint8_t version = PROMPT_VERSION;
@@ -61,6 +64,11 @@ static int compute_fingerprint(const struct kvg_gguf *gguf, struct kvg_hash *out
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         const struct kvg_gguf_value *value = kvg_gguf_find(gguf, keys[i]);
         hash_field(state, value ? value->bytes : NULL, value ? value->n_bytes : 0);
+    }
+    for (size_t i = 0; i < sizeof folder_keys / sizeof *folder_keys; i++) {
+        const struct kvg_gguf_value *value = kvg_gguf_find(gguf, folder_keys[i]);
+        if (value)
+            hash_field(state, value->bytes, value->n_bytes);
     }
     XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(state));
     XXH3_freeState(state);

@@ -17,6 +17,7 @@ static const struct {
     {"gpt2", KVG_BYTE_LEVEL, false, false, false},
     {"llama", KVG_SENTENCE_PIECE, true, true, true},
     {"gemma4", KVG_SENTENCE_PIECE, false, true, false},
+    {"bpe-fallback", KVG_SENTENCE_PIECE, false, false, false}, /* of a folder (hf_tokenizer.c) */
 };
 
 /* Texts of tokens that end a turn or a generation in some family; those that a vocabulary has count. */
@@ -41,7 +42,7 @@ static const char *const END_TEXTS[] = {
 static const char *const EOT_TEXTS[] = {"<|im_end|>", "<|eot_id|>", "<end_of_turn>",        "<turn|>",
                                         "<|end|>",    "<|EOT|>",    "<|END_OF_TURN_TOKEN|>"};
 
-enum { MAX_END_IDS = sizeof END_TEXTS / sizeof *END_TEXTS + 3 };
+enum { LISTED_ENDS = 16, MAX_END_IDS = sizeof END_TEXTS / sizeof *END_TEXTS + 3 + LISTED_ENDS };
 
 static bool is_special(const struct kvg_tokenizer *tokenizer, uint32_t id)
 {
@@ -58,6 +59,21 @@ static void add_end_id(struct kvg_tokenizer *tokenizer, uint32_t id)
     }
     if (id != KVG_NO_TOKEN)
         tokenizer->end_ids[tokenizer->info.n_end_ids++] = id;
+}
+
+/* kvgate.end_token_ids: the ends that a folder's generation_config.json lists. */
+static void add_listed_ends(struct kvg_tokenizer *tokenizer, const struct kvg_gguf *gguf)
+{
+    const struct kvg_gguf_value *list = kvg_gguf_find(gguf, "kvgate.end_token_ids");
+    uint32_t id;
+
+    if (!list || list->type != KVG_GGUF_ARRAY || list->item_type != KVG_GGUF_I32)
+        return;
+    for (uint64_t i = 0; i < list->n && i < LISTED_ENDS; i++) {
+        memcpy(&id, list->bytes + 4 * i, 4);
+        if (id < tokenizer->info.n_vocab)
+            add_end_id(tokenizer, id);
+    }
 }
 
 /* A token id of the metadata: absent is KVG_NO_TOKEN, out of range is an error. */
@@ -106,12 +122,26 @@ static int load_specials(struct kvg_tokenizer *tokenizer, const struct kvg_gguf 
     add_end_id(tokenizer, info->eos);
     add_end_id(tokenizer, info->eot);
     add_end_id(tokenizer, eom);
+    add_listed_ends(tokenizer, gguf);
     for (size_t i = 0; i < sizeof END_TEXTS / sizeof *END_TEXTS; i++) {
         uint32_t id = kvg_vocab_find(&tokenizer->vocab, END_TEXTS[i], strlen(END_TEXTS[i]));
         if (id != KVG_NO_TOKEN && is_special(tokenizer, id))
             add_end_id(tokenizer, id);
     }
     return 0;
+}
+
+/* What a folder's tokenizer.json states and GGUF files leave to the pre-tokenizer's name. */
+static void load_overrides(struct kvg_tokenizer *tokenizer, const struct kvg_gguf *gguf)
+{
+    if (tokenizer->pre) {
+        tokenizer->nfc = tokenizer->pre->nfc;
+        tokenizer->ignore_merges = tokenizer->pre->ignore_merges;
+    }
+    kvg_gguf_bool(gguf, "kvgate.nfc", &tokenizer->nfc);
+    kvg_gguf_bool(gguf, "kvgate.ignore_merges", &tokenizer->ignore_merges);
+    kvg_gguf_bool(gguf, "kvgate.space_prefix_once", &tokenizer->space_prefix_once);
+    kvg_gguf_bool(gguf, "kvgate.space_prefix_first", &tokenizer->space_prefix_first);
 }
 
 /* tokenizer.ggml.pre, or for old files without it what their architecture's tokenizer is known to use. */
@@ -208,7 +238,7 @@ static int load_tables(struct kvg_tokenizer *tokenizer, const struct kvg_gguf *g
     if (!tokenizer->whole || !tokenizer->classes)
         return kvg_fail(err, KVG_NOMEM, "tokenizer: out of memory");
     kvg_classes_expand(tokenizer->classes);
-    if (tokenizer->pre && tokenizer->pre->ignore_merges)
+    if (tokenizer->ignore_merges)
         memset((void *)tokenizer->whole, 1, tokenizer->vocab.n);
     return kvg_added_build(&tokenizer->added, &tokenizer->vocab,
                            kvg_str_eq(architecture, "phi3") && tokenizer->family == KVG_SENTENCE_PIECE, err);
@@ -234,6 +264,7 @@ static int open_kind(struct kvg_tokenizer *tokenizer, const struct kvg_gguf *ggu
                 return rc;
             tokenizer->info.add_bos = tokenizer->pre->add_bos;
         }
+        load_overrides(tokenizer, gguf);
         if ((rc = load_tables(tokenizer, gguf, KINDS[i].scores, err)))
             return rc;
         return load_specials(tokenizer, gguf, err);
@@ -282,6 +313,7 @@ struct encoding {
     const struct kvg_tokenizer *tokenizer;
     struct kvg_segment_memory *memory;
     struct kvg_id_list list;
+    bool at_start; /* the segment begins the text */
 };
 
 static int encode_word(void *context, const uint8_t *word, size_t n)
@@ -308,10 +340,20 @@ static int encode_pieces(struct encoding *encoding, const uint8_t *p, size_t n)
     return start < n ? encode_word(encoding, p + start, n - start) : 0;
 }
 
+/* Whether a space is put in front of a segment: always, or not before one that is there, or only where the text begins. */
+static bool wants_space(const struct encoding *encoding, struct kvg_str text)
+{
+    const struct kvg_tokenizer *tokenizer = encoding->tokenizer;
+    bool spaced = text.bytes[0] == ' ' || (text.len >= 3 && memcmp(text.bytes, "\xe2\x96\x81", 3) == 0);
+
+    return tokenizer->add_space_prefix && !(tokenizer->space_prefix_once && spaced) &&
+           !(tokenizer->space_prefix_first && !encoding->at_start);
+}
+
 /* A segment without added tokens, as SentencePiece reads it: "▁" is a space, and one space is put in front. */
 static int encode_sentence_piece(struct encoding *encoding, struct kvg_str text)
 {
-    bool prefix = encoding->tokenizer->add_space_prefix, escaped = memmem(text.bytes, text.len, "\xe2\x96\x81", 3) != NULL;
+    bool prefix = wants_space(encoding, text), escaped = memmem(text.bytes, text.len, "\xe2\x96\x81", 3) != NULL;
     size_t n = 0;
     char *bytes;
 
@@ -343,12 +385,12 @@ static int encode_plain(struct encoding *encoding, struct kvg_str text)
         return 0;
     if (tokenizer->family == KVG_SENTENCE_PIECE)
         return encode_sentence_piece(encoding, text);
-    if (tokenizer->pre->nfc && kvg_nfc(tokenizer, text, encoding->list.arena, &text))
+    if (tokenizer->nfc && kvg_nfc(tokenizer, text, encoding->list.arena, &text))
         return KVG_NOMEM;
     return kvg_pre_split(tokenizer, (const uint8_t *)text.bytes, text.len, encode_word, encoding);
 }
 
-/* encode_plain, or what it gave for the same bytes before: its result depends on nothing else. */
+/* encode_plain, or what it gave for the same bytes before: its result depends on nothing else but, for some, `at_start`. */
 static int encode_segment(struct encoding *encoding, const char *bytes, size_t n)
 {
     struct kvg_id_list *list = &encoding->list;
@@ -357,7 +399,7 @@ static int encode_segment(struct encoding *encoding, const char *bytes, size_t n
     uint64_t hash;
     int rc;
 
-    if (!encoding->memory || n < REMEMBERED_BYTES)
+    if (!encoding->memory || n < REMEMBERED_BYTES || (encoding->at_start && encoding->tokenizer->space_prefix_first))
         return encode_plain(encoding, (struct kvg_str){bytes, n});
     segment = kvg_segment_find(encoding->memory, bytes, n, &hash);
     if (!segment) {
@@ -382,6 +424,7 @@ static int encode_text(struct encoding *encoding, const struct kvg_text *text)
 
     while (from < text->len) {
         struct kvg_added_match match = kvg_added_next(encoding->tokenizer, &cursor, from);
+        encoding->at_start = from == 0;
         if (encode_segment(encoding, text->bytes + from, match.start - from))
             return KVG_NOMEM;
         if (match.id == KVG_NO_TOKEN)

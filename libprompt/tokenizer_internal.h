@@ -130,6 +130,8 @@ struct kvg_tokenizer {
     enum kvg_family family;
     const struct kvg_pre *pre; /* NULL for SentencePiece */
     bool add_space_prefix;
+    bool space_prefix_once, space_prefix_first; /* not before a space; only where the text begins */
+    bool nfc, ignore_merges;
     bool lacks_bytes; /* a byte-level vocabulary without a token for some byte */
     uint32_t unk;
     struct kvg_vocab vocab;
