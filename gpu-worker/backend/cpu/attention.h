@@ -140,4 +140,9 @@ struct attention_kernels {
     void (*attend)(const struct attention_tile *tile, struct attention_scratch *s, const struct attention_state *partial);
     /* The results from the n states of all segments, which it overwrites. */
     void (*combine)(const struct attention_tile *tile, const struct attention_state *states, uint32_t n);
+    /* The state of the segments so far and of the next one, to the first of them. */
+    void (*fold)(const struct attention_tile *tile, const struct attention_state *total, const struct attention_state *state);
+    /* Rows first .. first + tile->n_rows of a state of any tile with such heads, as the tile's own. */
+    void (*take)(const struct attention_tile *tile, const struct attention_state *to, const struct attention_state *from,
+                 uint32_t first);
 };

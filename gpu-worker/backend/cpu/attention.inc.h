@@ -306,6 +306,15 @@ static void finish(const struct attention_tile *tile, const struct attention_sta
     }
 }
 
+static void take(const struct attention_tile *tile, const struct attention_state *to, const struct attention_state *from,
+                 uint32_t first)
+{
+    size_t n = tile->n_rows, head_dim = tile->kv->head_dim;
+    memcpy(to->o, from->o + first * head_dim, n * head_dim * sizeof *to->o);
+    memcpy(to->l, from->l + first * 16, n * 16 * sizeof *to->l);
+    memcpy(to->m, from->m + first, n * sizeof *to->m);
+}
+
 static void combine(const struct attention_tile *tile, const struct attention_state *states, uint32_t n)
 {
     for (uint32_t i = 1; i < n; i++)

@@ -751,6 +751,29 @@ static void combine(const struct attention_tile *tile, const struct attention_st
     _mm_setcsr(control);
 }
 
+static void fold_next(const struct attention_tile *tile, const struct attention_state *total, const struct attention_state *state)
+{
+    uint32_t control = _mm_getcsr();
+    _mm_setcsr(control | FLUSH_TO_ZERO);
+    fold(tile, total, state);
+    _mm_setcsr(control);
+}
+
+static void take(const struct attention_tile *tile, const struct attention_state *to, const struct attention_state *from,
+                 uint32_t first)
+{
+    uint32_t head_dim = tile->kv->head_dim;
+    for (uint32_t i = 0; i < tile->n_rows; i++) {
+        uint32_t row = first + i;
+        float *o = to->o + (size_t)(i / LANES) * head_dim * LANES + i % LANES;
+        const float *p = from->o + (size_t)(row / LANES) * head_dim * LANES + row % LANES;
+        for (uint32_t d = 0; d < head_dim; d++)
+            o[d * LANES] = p[d * LANES];
+        to->l[i] = from->l[row];
+        to->m[i] = from->m[row];
+    }
+}
+
 /* Scaled queries in log2 units as pairs of dimensions [block][key_dim / 2][16 rows]. */
 V_INLINE void prepare_queries(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
                               struct amx_scratch *s)
@@ -835,6 +858,8 @@ void attention_amx(struct kernels *out)
     out->attention[KV_F16] = (struct attention_kernels){store_f16, store_run_f16, attend_f16, combine};
     out->attention[KV_BF16] = (struct attention_kernels){store_bf16, store_run_bf16, attend_bf16, combine};
     out->attention[KV_INT8] = (struct attention_kernels){store_int8, NULL, attend_int8, combine};
+    for (int dtype = 0; dtype < KV_DTYPES; dtype++)
+        out->attention[dtype].fold = fold_next, out->attention[dtype].take = take;
     out->attention_rows = ATTENTION_TILE;
     out->key_padding = 32;
     out->kv_auto = KV_BF16;

@@ -73,6 +73,8 @@ int cpu_attention_alloc(struct cpu_backend *cpu, struct kvg_error *err);
 void cpu_attention_free(struct cpu_backend *cpu);
 /* Cuts the rows of cpu->step into pieces. */
 void cpu_attention_begin(struct cpu_backend *cpu);
+/* Sequences of the step whose first segments are computed together, because they lie in the same blocks. */
+uint32_t cpu_attention_sharing(const struct cpu_backend *cpu);
 
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
 int cpu_end_step(struct backend *backend, struct kvg_error *err);

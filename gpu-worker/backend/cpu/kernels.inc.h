@@ -316,9 +316,9 @@ const struct kernels KERNELS_SYMBOL = {
     .rotate = rotate,
     .attention =
         {
-            [KV_F16] = {store_f16, NULL, attend_f16, combine},
-            [KV_BF16] = {store_bf16, NULL, attend_bf16, combine},
-            [KV_INT8] = {store_int8, NULL, attend_int8, combine},
+            [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},
+            [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},
+            [KV_INT8] = {.store = store_int8, .attend = attend_int8, .combine = combine, .fold = fold, .take = take},
         },
     .attention_rows = 32,
     .key_padding = 16,

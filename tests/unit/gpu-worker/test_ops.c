@@ -595,6 +595,93 @@ static void test_attention_is_right_and_invariant(void **unused)
         }
 }
 
+/* Sequences that decode behind a conversation of LONG tokens in blocks 0, 1, ... of the pool. The first `deep` of them share two
+ * segments of it, one shares a segment, the last nothing; with `copies` nobody shares a block, but what lies in them is the same.
+ */
+enum { LONG = 1024, SHARERS = 7, DRAFTING = 1 };
+
+static struct backend_seq sharer(struct cpu_backend *cpu, uint32_t s, uint32_t first_row, bool copies, uint32_t *blocks)
+{
+    uint32_t size = cpu->kv.block_size, past = 2 * 256 + 37 * s + 5, n = LONG / size,
+             shared = (s < SHARERS - 2 ? 2 : 1) * 256 / size;
+    shared = s == SHARERS - 1 || copies ? 0 : shared;
+    for (uint32_t b = 0; b < n; b++) {
+        blocks[b] = b < shared ? b : n * (s + 1) + b;
+        if (b >= shared) {
+            uint32_t from = (b + 1) * size <= 256 * (s < SHARERS - 2 ? 2 : 1) && s < SHARERS - 1 ? b : (b + s) % n;
+            memcpy(cpu->layers[0].memory + blocks[b] * cpu->layers[0].block_bytes,
+                   cpu->layers[0].memory + from * cpu->layers[0].block_bytes, cpu->layers[0].block_bytes);
+        }
+    }
+    return (struct backend_seq){first_row, s == DRAFTING ? 3 : 1, past, blocks};
+}
+
+/* One step of them; how many of them had their first segments computed together. */
+static uint32_t decode_behind(struct cpu_backend *cpu, const struct geometry *g, bool copies, float *out)
+{
+    uint32_t blocks[SHARERS + 1][LONG / 16], n_blocks = LONG / g->block_size, q_width = g->n_heads * g->head_dim;
+    uint32_t kv_width = g->n_kv_heads * g->head_dim, ids[256] = {0};
+    struct backend_kv kv = {1, g->n_heads, g->n_kv_heads, g->head_dim, n_blocks * (SHARERS + 1), g->block_size, g->dtype};
+    const struct backend_ops *ops = cpu->base.ops;
+    float frequencies[MAX_HEAD_DIM / 2] = {0};
+    struct backend_seq seqs[SHARERS];
+
+    assert_int_equal(ops->kv_alloc(&cpu->base, &kv, NULL), 0);
+    memset(cpu->kv_memory, 0xff, cpu->kv_bytes);
+    struct tensor *q = activation(cpu, 256, q_width), *k = activation(cpu, 256, kv_width), *v = activation(cpu, 256, kv_width);
+    struct tensor *attended = activation(cpu, 256, q_width), *angles = activation(cpu, 256, g->head_dim),
+                  *f = vector_of(cpu, frequencies, g->head_dim / 2);
+    struct backend_rope rope = {0, q, k, v, angles, g->style};
+    struct backend_attention attention = {0, 1.0f / sqrtf((float)g->head_dim), q, attended};
+    for (uint32_t b = 0; b < n_blocks; b++)
+        blocks[SHARERS][b] = b;
+    state = 77;
+    for (uint32_t at = 0; at <= LONG; at += 256) {
+        struct backend_seq whole = {0, 256, at, blocks[SHARERS]};
+        struct backend_step step = {.n_rows = 256, .n_seqs = 1, .ids = ids, .seqs = &whole};
+        if (at == LONG) {
+            step.n_rows = 0, step.n_seqs = SHARERS, step.seqs = seqs;
+            for (uint32_t s = 0; s < SHARERS; s++, step.n_rows += seqs[s - 1].n_rows)
+                seqs[s] = sharer(cpu, s, step.n_rows, copies, blocks[s]);
+        }
+        for (uint32_t i = 0; i < step.n_rows * q_width; i++)
+            q->data[i] = random_float() * 3;
+        for (uint32_t i = 0; i < step.n_rows * kv_width; i++)
+            k->data[i] = random_float() * 3, v->data[i] = random_float();
+        assert_int_equal(ops->begin_step(&cpu->base, &step, NULL), 0);
+        ops->angles(&cpu->base, f, angles);
+        ops->rope_store(&cpu->base, &rope);
+        ops->attention(&cpu->base, &attention);
+        assert_int_equal(ops->end_step(&cpu->base, NULL), 0);
+    }
+    memcpy(out, attended->data, (SHARERS + 2) * q_width * sizeof *out);
+    return cpu_attention_sharing(cpu);
+}
+
+static void test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies(void **unused)
+{
+    static const struct geometry geometries[] = {
+        {64, 9, 3, 32, ROPE_INTERLEAVED}, {80, 6, 1, 16, ROPE_HALVES}, {16, 2, 2, 256, ROPE_INTERLEAVED}};
+    static float shared[(SHARERS + 2) * MAX_WIDTH * 2], copied[(SHARERS + 2) * MAX_WIDTH * 2];
+    for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
+        for (int variant = 0; variant < KV_DTYPES * (int)(sizeof isas / sizeof *isas); variant++) {
+            struct geometry g = geometries[i];
+            const char *isa = isas[variant / KV_DTYPES];
+            g.dtype = (enum backend_kv_dtype)(variant % KV_DTYPES);
+            struct cpu_backend *cpu = open_backend(isa, (uint32_t)variant % 2 + 1);
+            if (!cpu)
+                continue;
+            size_t bytes = (SHARERS + 2) * g.n_heads * g.head_dim * sizeof *shared;
+            uint32_t together = decode_behind(cpu, &g, false, shared), apart = decode_behind(cpu, &g, true, copied);
+            assert_int_equal(apart, 0);
+            assert_int_equal(together, g.n_heads / g.n_kv_heads * 3 > 16 ? SHARERS - 3 : SHARERS - 2);
+            if (memcmp(shared, copied, bytes))
+                fail_msg("%s %s: shared blocks change the result (head_dim %u, block %u)", isa, backend_kv_dtype_name(g.dtype),
+                         g.head_dim, g.block_size);
+            close_backend(cpu);
+        }
+}
+
 static void test_embed_and_gather_are_exact(void **unused)
 {
     struct cpu_backend *cpu = open_backend("auto", 2);
@@ -669,6 +756,7 @@ int main(void)
         cmocka_unit_test(test_zero_activations_give_zero),
         cmocka_unit_test(test_rmsnorm_and_silu),
         cmocka_unit_test(test_attention_is_right_and_invariant),
+        cmocka_unit_test(test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies),
         cmocka_unit_test(test_embed_and_gather_are_exact),
         cmocka_unit_test(test_bad_options_and_steps_are_refused),
     };
