@@ -20,13 +20,15 @@ enum {
     PROBE_LAST = 256,     /* and at most, after many */
     PLAIN_EVERY = 256,    /* steps before one without drafts is measured again */
     MOST_DRAFTS = 32,     /* of one sequence */
+    LASTS = 64,           /* tokens that an answer is expected to have left at least, within its limit */
+    USUAL_PROMPT = 16,    /* rows of a prompt that is not known yet */
     RECENT = 64,          /* tokens that tell whether brief drafts will do */
 };
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
 static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
 static const double prior_weight = 6, least_gain = 1.04, worth_catching_up = 1.1;
-static const double for_probes = 0.01; /* share of all time that drafts may take that do not seem to pay */
+static const double for_probes = 0.005; /* share of all time that drafts may take that do not seem to pay */
 
 /* Drafts that were looked at, and accepted ones; both fade. */
 struct rate {
@@ -66,17 +68,20 @@ struct candidate {
 struct speculate {
     struct speculate_options options;
     uint32_t least, most;
-    struct speculator *slots;          /* [n_slots] */
-    struct candidate *candidates;      /* [n_slots] */
-    uint32_t *order;                   /* [most_drafts] candidates by the worth of their next draft */
-    struct rate rates[LEVELS];         /* of all sequences */
-    struct draft_order *model_orders;  /* [n_slots] */
-    struct step_cost cost, model_cost; /* of steps, and of the drafter's rounds, by rows */
-    double model_gain;                 /* by drafts of the model in the last step's batch; see gain_by_model */
-    double spare;                      /* seconds that are left for probes */
-    uint32_t last_prefill;             /* prompt rows of the last step */
-    uint32_t n_decodes, base;          /* of the step to come: decode rows; all rows without drafts */
-    bool brief;                        /* the drafter's rounds of this step */
+    struct speculator *slots;            /* [n_slots] */
+    struct candidate *candidates;        /* [n_slots] */
+    uint32_t *order;                     /* [most_drafts] candidates by the worth of their next draft */
+    struct rate rates[LEVELS];           /* of all sequences */
+    struct draft_order *model_orders;    /* [n_slots] */
+    struct step_cost costs[2];           /* of steps by rows: without prompt rows, which need no logits, and with some */
+    struct step_cost *cost;              /* of the step to come: one of these */
+    struct step_cost model_cost;         /* of the drafter's rounds, by rows */
+    double model_gain;                   /* by drafts of the model in this step's batch; see gain_by_model */
+    double spare;                        /* seconds that are left for probes */
+    uint32_t last_prefill, last_waiting; /* prompt rows of the last step; sequences that waited before it */
+    uint32_t n_decodes, base;            /* of the step to come: decode rows; all rows without drafts */
+    double plain_tokens;                 /* of it without drafts: the tokens that its time is worth; see value_of_plain */
+    bool brief;                          /* the drafter's rounds of this step */
 };
 
 int speculate_open(struct speculate **out, const struct speculate_options *options, struct kvg_error *err)
@@ -93,7 +98,7 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
         spec->options.start = SPECULATE_START;
     spec->least = spec->options.start < SPECULATE_LEAST ? spec->options.start : SPECULATE_LEAST;
     spec->most = spec->options.start > SPECULATE_MOST ? spec->options.start : SPECULATE_MOST;
-    spec->model_gain = 2; /* until something is known */
+    spec->cost = &spec->costs[0];
     spec->slots = calloc(options->n_slots, sizeof *spec->slots);
     spec->candidates = calloc(options->n_slots, sizeof *spec->candidates);
     spec->order = calloc(options->most_drafts, sizeof *spec->order);
@@ -182,29 +187,39 @@ static double round_cost(const struct speculate *spec, uint32_t rows)
     return spec->model_cost.now && rows ? step_cost_of(&spec->model_cost, rows) : 0;
 }
 
-/* Tokens a second with drafts by the model for every sequence that decodes, over those without; at best. */
-static double gain_by_model(const struct speculate *spec)
+/* Tokens a second with drafts by the model for n sequences that all decode, over those without; at best. */
+static double gain_by_model(const struct speculate *spec, uint32_t n)
 {
     double share = spec->rates[BY_MODEL].accepted / spec->rates[BY_MODEL].tried, reach = 1, tokens = 1, best = 0;
-    double plain = step_cost_of(&spec->cost, spec->base), round = round_cost(spec, spec->n_decodes);
+    double plain = step_cost_of(&spec->costs[0], n), round = round_cost(spec, n);
 
     for (uint32_t k = 1; k <= spec->options.start; k++) {
         tokens += reach *= share;
-        double gain = tokens * plain / (step_cost_of(&spec->cost, spec->base + k * spec->n_decodes) + k * round);
+        double gain = tokens * plain / (step_cost_of(&spec->costs[0], n + k * n) + k * round);
         best = gain > best ? gain : best;
     }
     return best;
 }
 
-/* Whether the model may be asked. Where it lacks KV, as at first or after a time of doing without it, only if drafts by it pay
- * well in a batch like this one, or if there is time to spare and the sequence is one of those that try. */
+/* Whether the time that the missing KV takes is saved again: drafts pay well in a batch like this one, and the answer goes on
+ * for as long as it is now, or for LASTS. */
+static bool worth_its_kv(const struct speculate *spec, const struct sequence *seq, uint32_t missing)
+{
+    uint32_t answered = seq->n_ids - seq->n_prompt, left = seq->limit - seq->n_ids, ahead = answered > LASTS ? answered : LASTS;
+    double saved = step_cost_of(&spec->costs[0], spec->n_decodes) / spec->n_decodes * (1 - 1 / spec->model_gain);
+
+    return spec->model_gain > worth_catching_up && round_cost(spec, missing) <= saved * (ahead < left ? ahead : left);
+}
+
+/* Whether the model may be asked. Where it lacks KV, as at first or after a time of doing without it, only if that is worth it,
+ * or if there is time to spare and the sequence is one of those that try. */
 static bool guess_from_model(const struct speculate *spec, const struct candidate *c)
 {
     uint32_t missing = c->seq->n_ids - c->slot->n_drafted_kv;
 
     if (!spec->options.drafter || c->seq->n_ids + c->most > drafter_longest(spec->options.drafter))
         return false;
-    return spec->options.fixed || missing <= NEAR || spec->model_gain > worth_catching_up ||
+    return spec->options.fixed || missing <= NEAR || worth_its_kv(spec, c->seq, missing) ||
            (c->seq->number % ONE_IN == 0 && spec->spare >= round_cost(spec, missing));
 }
 
@@ -235,29 +250,69 @@ static void look_beyond(struct speculator *slot, const struct sequence *seq)
 }
 
 /* Drafts that the sequence may have. In a copy a further draft from the context costs a row and no time of a drafter: there it
- * may have as many as were accepted since the last that was not. */
+ * may have the most at once, and as many as were accepted since the last that was not. */
 static uint32_t most_of(const struct speculate *spec, const struct candidate *c, uint32_t room)
 {
-    bool copies = !c->by_model && !spec->options.fixed && c->share > raise_over && c->slot->in_a_row > c->slot->limit;
-    uint32_t most = copies ? c->slot->in_a_row : c->slot->limit;
+    bool copies = !c->by_model && !spec->options.fixed && c->share > raise_over;
+    uint32_t most = c->slot->limit;
+
+    if (copies) {
+        most = most > spec->most ? most : spec->most;
+        most = most > c->slot->in_a_row ? most : c->slot->in_a_row;
+    }
     most = most < MOST_DRAFTS ? most : MOST_DRAFTS;
     return most < room ? most : room;
 }
 
-static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
+/* The tokens that a step without drafts counts as. Prompt rows are work, too, and what drafts take they wait for: a step with
+ * some counts as what its time would give if all n sequences decoded, as they soon will. */
+static double value_of_plain(const struct speculate *spec, uint32_t n)
 {
-    uint32_t n = 0, pending = 0;
+    if (spec->cost == &spec->costs[0] || spec->costs[0].now == 0)
+        return spec->n_decodes;
+    double worth = step_cost_of(spec->cost, spec->base) * n / step_cost_of(&spec->costs[0], n);
+    return worth > spec->n_decodes ? worth : spec->n_decodes;
+}
+
+/* Those that wait begin in the step to come, unless the last step had no room for any. */
+static uint32_t count_coming(struct speculate *spec, uint32_t n_running, uint32_t n_waiting)
+{
+    bool blocked = spec->last_waiting && !spec->last_prefill;
+    uint32_t slots = spec->options.n_slots - n_running;
+
+    spec->last_waiting = n_waiting;
+    return blocked ? 0 : n_waiting < slots ? n_waiting : slots;
+}
+
+/* The step to come without drafts. */
+static void look_at_batch(struct speculate *spec, struct sequence *const *running, uint32_t n_running, uint32_t n_waiting)
+{
+    uint32_t coming = count_coming(spec, n_running, n_waiting), pending = coming * USUAL_PROMPT;
 
     spec->n_decodes = 0;
     for (uint32_t i = 0; i < n_running; i++) {
+        uint32_t rows = sequence_pending(running[i]);
+        running[i]->n_drafts = 0;
+        running[i]->draft_probs = NULL;
+        spec->n_decodes += rows == 1;
+        pending += rows == 1 ? 0 : rows;
+    }
+    bool as_before = spec->last_prefill && pending > spec->last_prefill;
+    spec->base = spec->n_decodes + (as_before ? spec->last_prefill : pending);
+    spec->cost = &spec->costs[pending > 0];
+    if (spec->options.drafter && spec->n_decodes)
+        spec->model_gain = gain_by_model(spec, n_running + coming);
+    spec->plain_tokens = value_of_plain(spec, n_running + coming);
+}
+
+static uint32_t find_candidates(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
+{
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < n_running; i++) {
         struct sequence *seq = running[i];
-        seq->n_drafts = 0;
-        seq->draft_probs = NULL;
-        if (sequence_pending(seq) != 1) {
-            pending += sequence_pending(seq);
+        if (sequence_pending(seq) != 1)
             continue;
-        }
-        spec->n_decodes++;
         struct speculator *slot = slot_of(spec, seq);
         uint32_t room = seq->limit - seq->n_ids - 1;
         struct candidate c = {.seq = seq, .slot = slot, .most = slot->limit < room ? slot->limit : room};
@@ -268,8 +323,6 @@ static uint32_t find_candidates(struct speculate *spec, struct sequence *const *
         c.most = most_of(spec, &c, room);
         spec->candidates[n++] = c;
     }
-    bool as_before = spec->last_prefill && pending > spec->last_prefill;
-    spec->base = spec->n_decodes + (as_before ? spec->last_prefill : pending);
     return n;
 }
 
@@ -292,7 +345,7 @@ static struct candidate *most_promising(struct speculate *spec, uint32_t n)
  * the drafts took already, or negative: those of the model are still to be made, one after the other. */
 static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
 {
-    double tokens = spec->n_decodes, plain = tokens / step_cost_of(&spec->cost, spec->base),
+    double tokens = spec->plain_tokens, plain = tokens / step_cost_of(spec->cost, spec->base),
            best = spent < 0 ? least_gain * plain : 0;
     uint32_t n_best = 0, n_order = 0, depth = 0, drafting = 0;
     struct candidate *next;
@@ -300,7 +353,7 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
     for (uint32_t i = 0; i < n; i++)
         spec->candidates[i].n = 0;
     if (spent >= 0)
-        best = tokens / (step_cost_of(&spec->cost, spec->base) + spent);
+        best = tokens / (step_cost_of(spec->cost, spec->base) + spent);
     while (n_order < spec->options.most_drafts && (next = most_promising(spec, n))) {
         tokens += next->worth[next->n++];
         spec->order[n_order++] = (uint32_t)(next - spec->candidates);
@@ -308,7 +361,7 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
             drafting += next->n == 1;
             depth = next->n > depth ? next->n : depth;
         }
-        double cost = step_cost_of(&spec->cost, spec->base + n_order) + (spent < 0 ? depth * round_cost(spec, drafting) : spent);
+        double cost = step_cost_of(spec->cost, spec->base + n_order) + (spent < 0 ? depth * round_cost(spec, drafting) : spent);
         if (tokens / cost > best) {
             best = tokens / cost;
             n_best = n_order;
@@ -334,7 +387,7 @@ static void plan_by_goodput(struct speculate *spec, uint32_t n)
  * nearly every step. */
 static void add_probes(struct speculate *spec, uint32_t n)
 {
-    double row = step_cost_of(&spec->cost, spec->base + 1) - step_cost_of(&spec->cost, spec->base);
+    double row = step_cost_of(spec->cost, spec->base + 1) - step_cost_of(spec->cost, spec->base);
 
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
@@ -409,7 +462,7 @@ struct outlook {
 
 static struct outlook look_out(const struct speculate *spec, uint32_t n, uint32_t made, double spent)
 {
-    struct outlook out = {.tokens = spec->n_decodes, .spent = spent, .rows = spec->base};
+    struct outlook out = {.tokens = spec->plain_tokens, .spent = spent, .rows = spec->base};
 
     for (uint32_t i = 0; i < n; i++) {
         const struct candidate *c = &spec->candidates[i];
@@ -425,13 +478,13 @@ static struct outlook look_out(const struct speculate *spec, uint32_t n, uint32_
 /* Whether some number of further drafts of the sequence would raise the tokens a second. */
 static bool more_pays(const struct speculate *spec, const struct candidate *c, uint32_t made, const struct outlook *now)
 {
-    double goodput = now->tokens / (step_cost_of(&spec->cost, now->rows) + now->spent), tokens = now->tokens;
+    double goodput = now->tokens / (step_cost_of(spec->cost, now->rows) + now->spent), tokens = now->tokens;
     double reach = c->worth[made - 1], round = round_cost(spec, now->drafting) / now->drafting;
 
     for (uint32_t more = 1; made + more <= c->order->n; more++) {
         reach *= c->share;
         tokens += reach;
-        if (tokens / (step_cost_of(&spec->cost, now->rows + more) + now->spent + more * round) > goodput)
+        if (tokens / (step_cost_of(spec->cost, now->rows + more) + now->spent + more * round) > goodput)
             return true;
     }
     return false;
@@ -530,20 +583,19 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
     m->spec_sequences = n_drafting;
 }
 
-void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running)
+void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running, uint32_t n_waiting)
 {
+    look_at_batch(spec, running, n_running, n_waiting);
     uint32_t n = find_candidates(spec, running, n_running);
 
     if (spec->options.fixed) {
         for (uint32_t i = 0; i < n; i++)
             spec->candidates[i].n = spec->candidates[i].most;
-    } else if (n && step_cost_fresh(&spec->cost, spec->base, PLAIN_EVERY)) {
+    } else if (n && step_cost_fresh(spec->cost, spec->base, PLAIN_EVERY)) {
         plan_by_goodput(spec, n);
         add_probes(spec, n);
     } /* else the cost of a plain step is to be measured */
     write_drafts(spec, n, n_running);
-    if (spec->options.drafter && spec->n_decodes)
-        spec->model_gain = gain_by_model(spec);
 }
 
 /* ---- what came of them ----------------------------------------------------------------------------------------------------- */
@@ -603,5 +655,5 @@ void speculate_timed(struct speculate *spec, const struct step_plan *plan, doubl
     spec->spare += for_probes * seconds;
     if (spec->spare > 2 * seconds) /* a burst of probes would be felt */
         spec->spare = 2 * seconds;
-    step_cost_add(&spec->cost, plan->n_rows, seconds);
+    step_cost_add(&spec->costs[spec->last_prefill > 0], plan->n_rows, seconds);
 }

@@ -44,8 +44,9 @@ struct speculate_options {
 int speculate_open(struct speculate **out, const struct speculate_options *options, struct kvg_error *err);
 void speculate_close(struct speculate *spec);
 
-/* Before a step is planned: writes drafts behind the ids of the running sequences that decode, and sets n_drafts of all. */
-void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running);
+/* Before a step is planned: writes drafts behind the ids of the running sequences that decode, and sets n_drafts of all. Others
+ * wait to be admitted. */
+void speculate_propose(struct speculate *spec, struct sequence *const *running, uint32_t n_running, uint32_t n_waiting);
 /* A sequence's drafts were verified: of n_proposed the first n_accepted were its tokens. `ended`: its generation ended there, so
  * that the next draft was not looked at. */
 void speculate_verified(struct speculate *spec, const struct sequence *seq, uint32_t n_proposed, uint32_t n_accepted, bool ended);

@@ -334,7 +334,7 @@ static void observe_pace(struct stepper *step, double seconds)
 void step_run(struct stepper *step)
 {
     if (step->spec)
-        speculate_propose(step->spec, step->sched.running, step->sched.n_running);
+        speculate_propose(step->spec, step->sched.running, step->sched.n_running, step->sched.n_waiting);
     double start = clock_now();
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)

@@ -55,10 +55,11 @@ bool step_cost_fresh(const struct step_cost *cost, uint32_t rows, uint64_t age)
     return false;
 }
 
-/* Of more rows than were measured, by those that were: few hardly cost more than one, and of many half of each one's share. */
+/* Of more rows than were measured, by those that were: few hardly cost more than one, and of many three quarters of each one's
+ * share. */
 static double beyond(double cost, double measured, double rows)
 {
-    double price = measured < MANY ? price_of_row / (1 + price_of_row * (measured - 1)) : 0.5 / measured;
+    double price = measured < MANY ? price_of_row / (1 + price_of_row * (measured - 1)) : 0.75 / measured;
     return cost * (1 + price * (rows - measured));
 }
 

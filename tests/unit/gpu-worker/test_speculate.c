@@ -51,7 +51,7 @@ static void step(uint32_t n, double chance, double fixed, double price)
 {
     struct step_plan plan = {.n_decodes = n};
 
-    speculate_propose(spec, running, n);
+    speculate_propose(spec, running, n, 0);
     for (uint32_t i = 0; i < n; i++)
         plan.n_drafts += seqs[i].n_drafts;
     plan.n_rows = plan.n_decodes + plan.n_drafts;
@@ -167,7 +167,7 @@ static void prompt_rows_in_every_step_keep_no_drafts_away(void **state)
     running[1] = &other;
     n_drafts = 0;
     for (uint32_t i = 0; i < 200; i++) {
-        speculate_propose(spec, running, 2);
+        speculate_propose(spec, running, 2, 0);
         struct step_plan plan = {.n_decodes = 1, .n_drafts = seqs[0].n_drafts, .n_rows = 33 + seqs[0].n_drafts};
         if (seqs[0].n_drafts)
             speculate_verified(spec, &seqs[0], seqs[0].n_drafts, seqs[0].n_drafts, false);
@@ -182,12 +182,59 @@ static void prompt_rows_in_every_step_keep_no_drafts_away(void **state)
     speculate_close(spec);
 }
 
+/* Rows are for nothing up to eight, and dear beyond. */
+static double crowded(uint32_t rows)
+{
+    return rows < 8 ? 1 : rows / 8.0;
+}
+
+/* Steps of one sequence that decodes beside 32 prompt rows of others, which run or wait to; the drafts. */
+static uint32_t drafts_beside_prompts(uint32_t n_running, uint32_t n_waiting)
+{
+    static uint32_t prompt[LONGEST];
+    struct sequence other[MOST];
+    uint32_t drafted = 0;
+
+    for (uint32_t i = 1; i < n_running; i++) {
+        other[i] =
+            (struct sequence){.request = &request, .number = 99, .slot = 9, .ids = prompt, .n_ids = 8000, .limit = LONGEST};
+        running[i] = &other[i];
+    }
+    for (uint32_t i = 0; i < 100; i++) {
+        speculate_propose(spec, running, n_running, n_waiting);
+        struct step_plan plan = {.n_decodes = 1, .n_drafts = seqs[0].n_drafts, .n_rows = 33 + seqs[0].n_drafts};
+        if (seqs[0].n_drafts)
+            speculate_verified(spec, &seqs[0], seqs[0].n_drafts, seqs[0].n_drafts, false);
+        seqs[0].n_ids += seqs[0].n_drafts + 1;
+        seqs[0].n_computed = seqs[0].n_ids - 1;
+        drafted += seqs[0].n_drafts;
+        speculate_timed(spec, &plan, crowded(plan.n_rows));
+    }
+    for (uint32_t i = 1; i < n_running; i++)
+        running[i] = &seqs[i];
+    return drafted;
+}
+
+/* A draft beside prompt rows looks cheap, but the prompts wait for it: where many sequences will soon decode, their tokens are
+ * cheaper still. So it is with those that are about to be admitted. */
+static void drafts_do_not_keep_a_batch_from_starting(void **state)
+{
+    open_world(8, (struct speculate_options){0});
+    for (uint32_t i = 0; i < 20; i++)
+        for (uint32_t n = 1; n <= 8; n += n == 2 ? 6 : 1)
+            step(n, 1, crowded(n), 0);
+    assert_true(drafts_beside_prompts(2, 0) > 100 * 2);
+    assert_true(drafts_beside_prompts(8, 0) < 100);
+    assert_true(drafts_beside_prompts(1, 7) < 100);
+    speculate_close(spec);
+}
+
 static void never_behind_the_limit_of_the_answer(void **state)
 {
     open_world(1, (struct speculate_options){.fixed = 8});
     for (uint32_t left = 1; left < 12; left++) {
         seqs[0].limit = seqs[0].n_ids + left;
-        speculate_propose(spec, running, 1);
+        speculate_propose(spec, running, 1, 0);
         assert_int_equal(seqs[0].n_drafts, left - 1 < 8 ? left - 1 : 8);
     }
     speculate_close(spec);
@@ -196,12 +243,12 @@ static void never_behind_the_limit_of_the_answer(void **state)
 static void a_slot_forgets_its_last_sequence(void **state)
 {
     open_world(2, (struct speculate_options){.fixed = 4});
-    speculate_propose(spec, running, 1);
+    speculate_propose(spec, running, 1, 0);
     assert_int_equal(seqs[0].n_drafts, 4);
     for (uint32_t k = 0; k < 64; k++)
         ids[1][k] = 100 + k;
     seqs[1].slot = 0;
-    speculate_propose(spec, running + 1, 1);
+    speculate_propose(spec, running + 1, 1, 0);
     assert_int_equal(seqs[1].n_drafts, 0);
     speculate_close(spec);
 }
@@ -234,6 +281,7 @@ int main(void)
         cmocka_unit_test(drafts_that_do_not_pay_are_rare),
         cmocka_unit_test(a_large_batch_drafts_less),
         cmocka_unit_test(prompt_rows_in_every_step_keep_no_drafts_away),
+        cmocka_unit_test(drafts_do_not_keep_a_batch_from_starting),
         cmocka_unit_test(never_behind_the_limit_of_the_answer),
         cmocka_unit_test(a_slot_forgets_its_last_sequence),
         cmocka_unit_test(costs_between_measured_ones_are_interpolated),
