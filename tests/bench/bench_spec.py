@@ -50,6 +50,7 @@ LEAST = 0.98
 ANSWERS = {1: 64, 4: 48, 16: 32}  # tokens, by batch: what makes nine pairs a minute or two each
 WARM_UP = 16                      # tokens
 PAIR_COST, START_COST = {1: 8, 4: 15, 16: 35}, 6  # seconds, until they are measured
+STARTS = 3    # of each pair of engines, at least
 MISSING = 75  # exit status
 
 
@@ -245,39 +246,53 @@ def has_time(results, row):
     return time.monotonic() - START + pair_cost(results, row) <= SECONDS
 
 
-def measure(pair, row, rows, results, pool):
-    while done(results, row) < PAIRS and has_time(results, row):
+def measure(pair, row, goal, rows, results, pool):
+    """The row's pairs up to `goal`, while there is time."""
+    while done(results, row) < goal and has_time(results, row):
         number = done(results, row)
         samples = measure_pair(pair, row, number, pool)
         add_pair(results, row, samples)
         print(f"    {row.name}: pair {number + 1} of {PAIRS}: {samples['drafts'][0] / samples['plain'][0]:.2f}x, {samples['seconds'][0]:.0f} s;"
               f" about {time_left(results, rows) / 60:.0f} min left", flush=True)
-    if row.name in results:
-        show(results[row.name])
+
+
+def start(pair, second_first):
+    """Of two equal workers one may be faster by some percent, as their memory happens to lie; so they are started anew now and then."""
+    for server in pair[::-1] if second_first else pair:
+        server.start()
+
+
+def measure_some(rows, mine, goal, results, pool):
+    """The pairs of one kind of drafts up to `goal`, with two engines started for them."""
+    mine = [row for row in mine if done(results, row) < goal]
+    if not mine or time.monotonic() - START + START_COST + pair_cost(results, mine[0]) > SECONDS:
+        return
+    pair = engines(mine[0])
+    try:
+        start(pair, sum(done(results, row) for row in rows) % 2)
+        for row in mine:
+            measure(pair, row, goal, rows, results, pool)
+    finally:
+        for server in pair:
+            server.close()
 
 
 def main():
     rows = [row_of(text) for text in os.environ["ROWS"].split()] if "ROWS" in os.environ else all_rows()
     results = load()
-    print(f"{os.path.basename(MODEL)}, drafts by {os.path.basename(DRAFT)} or ngram, {PAIRS} pairs a row; {BUILD if not PROGRAM else PROGRAM};"
+    print(f"{os.path.basename(MODEL)}, drafts by {os.path.basename(DRAFT)} or ngram, {PAIRS} pairs a row; {PROGRAM or BUILD};"
           f" about {time_left(results, rows) / 60:.0f} min", flush=True)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for peer, draft in dict.fromkeys((row.peer, row.draft) for row in rows):
-            mine = [row for row in rows if (row.peer, row.draft) == (peer, draft) and done(results, row) < PAIRS]
-            if not mine or time.monotonic() - START + START_COST + pair_cost(results, mine[0]) > SECONDS:
-                continue
-            pair = engines(mine[0])
-            with pair[0], pair[1]:
-                for row in mine:
-                    measure(pair, row, rows, results, pool)
+        for goal in [PAIRS * n // STARTS for n in range(1, STARTS + 1)]:
+            for kind in dict.fromkeys((row.peer, row.draft) for row in rows):
+                measure_some(rows, [row for row in rows if (row.peer, row.draft) == kind], goal, results, pool)
+    for row in rows:
+        if row.name in results:
+            show(results[row.name])
     missing = sum(PAIRS - done(results, row) for row in rows)
     if missing:
         print(f"{missing} pairs are missing, about {time_left(results, rows) / 60:.0f} min; APPEND=1 goes on")
-        return MISSING
-    print("all rows:")
-    for row in rows:
-        show(results[row.name])
-    return 0
+    return MISSING if missing else 0
 
 
 if __name__ == "__main__":

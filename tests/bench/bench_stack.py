@@ -7,8 +7,9 @@ worker of its own; the order of configurations is reversed from round to round. 
 `none` (all four off) with a 95 % interval, time to the first token, the gap between tokens that 99 % stay below, the share of
 prompt tokens found in the cache, and the most KV blocks in use.
 
-Variables: MODEL, CONFIGS ("none prefix chunked batching speculation all all-speculation"; all), WORKLOADS (shared chats), ROUNDS (3),
-CLIENTS (8), REQUESTS (8), TURNS (3), ANSWER (300), THREADS (2); for a run in pieces: APPEND (1: add rounds to build/bench-stack.json).
+Variables: MODEL, CONFIGS ("none prefix chunked batching speculation all-speculation all"; all), WORKLOADS (shared chats), ROUNDS (5),
+CLIENTS (4), REQUESTS (4), TURNS (3), ANSWER (300), THREADS (2); for a run in pieces: SECONDS (no round of a workload begins that
+would end later) and APPEND=1 (go on where build/bench-stack.json ends); the exit status is 75 while rounds are missing.
 """
 import concurrent.futures
 import json
@@ -22,16 +23,18 @@ import requests
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from bench_spec import interval  # noqa: E402
+from bench_spec import MISSING, interval  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from stack import SMOLLM2, Worker  # noqa: E402
 
 MODEL = os.environ.get("MODEL", SMOLLM2)
-ROUNDS = int(os.environ.get("ROUNDS", "3"))
-CLIENTS, REQUESTS, TURNS = (int(os.environ.get(k, v)) for k, v in (("CLIENTS", "8"), ("REQUESTS", "8"), ("TURNS", "3")))
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+CLIENTS, REQUESTS, TURNS = (int(os.environ.get(k, v)) for k, v in (("CLIENTS", "4"), ("REQUESTS", "4"), ("TURNS", "3")))
 ANSWER = int(os.environ.get("ANSWER", "300"))
 THREADS = int(os.environ.get("THREADS", "2"))
 WORKLOADS = os.environ.get("WORKLOADS", "shared chats").split()
+START = time.monotonic()
+SECONDS = float(os.environ.get("SECONDS", "1e9"))
 RESULTS = os.path.join(ROOT, "build", "bench-stack.json")
 # What each switch takes away; speculation is added instead.
 OFF = {"prefix": ["--no-enable-prefix-caching"], "chunked": ["--no-enable-chunked-prefill"], "batching": ["--max-num-seqs", "1"]}
@@ -122,7 +125,7 @@ def measure(worker, workload, number):
         answers = sum(pool.map(lambda client: {"shared": shared, "chats": chats}[workload](worker, client, number), range(CLIENTS)), [])
         seconds = time.perf_counter() - start
     gaps = sorted(gap for a in answers for gap in a["gaps"])
-    return {"speed": sum(a["tokens"] for a in answers) / seconds, "ttft": statistics.median(a["ttft"] for a in answers),
+    return {"speed": sum(a["tokens"] for a in answers) / seconds, "seconds": seconds, "ttft": statistics.median(a["ttft"] for a in answers),
             "gap99": gaps[int(0.99 * (len(gaps) - 1))], "cached": sum(a["cached"] for a in answers) / sum(a["prompt"] for a in answers),
             "blocks": watch.most, "texts": [a["text"] for a in answers]}
 
@@ -153,32 +156,62 @@ def show(rows):
               f"99 % of gaps < {1000 * r['gap99']:6.0f} ms   {100 * r['cached']:3.0f} % cached   {r['blocks']:4.0f} blocks   {r['runs']} rounds")
 
 
+def load_samples():
+    if not os.environ.get("APPEND") or not os.path.exists(RESULTS):
+        return {}
+    with open(RESULTS, encoding="utf-8") as f:
+        return {tuple(r["row"].split(", ")): r["samples"] for r in json.load(f)}
+
+
+def save(samples):
+    with open(RESULTS + ".part", "w", encoding="utf-8") as f:
+        json.dump(rows_of(samples), f, indent=1)
+    os.replace(RESULTS + ".part", RESULTS)
+
+
+def round_of(workers, workload, number):
+    """Each configuration once, {configuration: result}; all must answer the same."""
+    results, texts = {}, None
+    for config in workers if number % 2 == 0 else reversed(workers):
+        results[config] = measure(workers[config], workload, number)
+        own = results[config].pop("texts")
+        texts = texts or own
+        if own != texts:
+            sys.exit(f"bench-stack: {workload}: {config} answers something else")
+    return results
+
+
+def missing_rounds(samples, configs):
+    """[(number, workload)] in the order in which they are run."""
+    done = {w: min(len(samples.get((w, config), [])) for config in configs) for w in WORKLOADS}
+    return [(number, w) for number in range(ROUNDS) for w in WORKLOADS if number >= done[w]]
+
+
 def main():
-    samples = {}
-    if os.environ.get("APPEND") and os.path.exists(RESULTS):
-        with open(RESULTS, encoding="utf-8") as f:
-            samples = {tuple(r["row"].split(", ")): r["samples"] for r in json.load(f)}
+    samples = load_samples()
     configs = os.environ.get("CONFIGS", " ".join(CONFIGS)).split()
-    first = max([len(s) for s in samples.values()] + [0])
-    workers = {config: worker_of(config).start() for config in configs}
-    texts = {}
+    todo = missing_rounds(samples, configs)
+    workers = {config: worker_of(config) for config in configs} if todo else {}
+    print(f"{os.path.basename(MODEL)}, {CLIENTS} clients at once, {len(todo)} rounds of a workload to go")
+    longest = {w: sum(s[-1].get("seconds", 5) for (own, _), s in samples.items() if own == w) for w in WORKLOADS}
     try:
-        for number in range(first, first + ROUNDS):
-            for workload in WORKLOADS:
-                for config in configs if number % 2 == 0 else configs[::-1]:
-                    result = measure(workers[config], workload, number)
-                    if texts.setdefault((workload, number), result["texts"]) != result.pop("texts"):
-                        sys.exit(f"bench-stack: {workload}: {config} answers something else")
-                    samples.setdefault((workload, config), []).append(result)
+        for worker in workers.values():
+            worker.start()
+        while todo and time.monotonic() - START + longest[todo[0][1]] <= SECONDS:
+            number, workload = todo.pop(0)
+            start = time.monotonic()
+            for config, result in round_of(workers, workload, number).items():
+                samples.setdefault((workload, config), []).append(result)
+            save(samples)
+            longest[workload] = max(longest[workload], time.monotonic() - start)
+            left = sum(longest[w] or longest[workload] for _, w in todo)
+            print(f"    {workload}: round {number + 1} of {ROUNDS}: {time.monotonic() - start:.0f} s; about {left / 60:.0f} min left", flush=True)
     finally:
         for worker in workers.values():
             worker.close()
-    rows = rows_of(samples)
-    print(f"{os.path.basename(MODEL)}, {CLIENTS} clients at once")
-    show(rows)
-    with open(RESULTS, "w", encoding="utf-8") as f:
-        json.dump(rows, f, indent=1)
+    show(rows_of(samples))
+    return MISSING if todo else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
