@@ -326,10 +326,10 @@ bench-cpu: deps models-all
 	B=$(B) $(PYTHON) tests/bench/bench_cpu.py
 #: bench-cpu-hold          keeps vLLM running for pieces of bench-cpu (MODELS=smol)
 #: bench-cpu-release       ends it
-# hold MODEL: leaves vLLM running for pieces of bench-cpu; release MODEL: ends it; table: what bench-cpu.json holds.
+# hold MODEL: leaves vLLM behind for pieces of bench-cpu; release MODEL: ends it; table: what bench-cpu.json holds, into RESULTS.md.
 bench-cpu-hold bench-cpu-release: bench-cpu-%:
 	$(PYTHON) tests/bench/bench_cpu.py $* $(or $(MODELS),smol)
-#: bench-cpu-table         what bench-cpu has measured so far
+#: bench-cpu-table         what bench-cpu has measured so far, into tests/bench/RESULTS.md
 bench-cpu-table:
 	@$(PYTHON) tests/bench/bench_cpu.py table
 #: bench-kernels           products alone: FORMATS, ISAS (amx,avx512,...), COUNTS of rows (1,8,...)

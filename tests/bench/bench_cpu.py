@@ -9,8 +9,9 @@ build/bench-cpu.json row by row, so that the whole can be run in pieces:
 
 Variables: ROWS (of: decode prefill clients prefix beside start), MODELS (of: smol qwen05 qwen15), PEERS (of: llama bench vllm), RUNS (3),
 THREADS (2), CLIENTS (1,4,16,32), TOKENS (128: of a decode row), PROMPTS (512,2048: of the prefill rows), FLASH (on or off: llama-server's
-attention; both are tried otherwise). vLLM needs minutes to start: `bench_cpu.py hold MODEL` leaves it running for such pieces, `release
-MODEL` ends it; `table` prints what the file holds.
+attention; otherwise the better one of both, tried at the first use and remembered in build/peers/run), LONG (8128: tokens of the prompt
+beside streams), PEERS_DIR (another folder that `make peers` filled). vLLM needs minutes to start: `bench_cpu.py hold MODEL` leaves it behind
+for such pieces, stopped in between, `release MODEL` ends it; `table` writes what the file holds into tests/bench/RESULTS.md.
 """
 import contextlib
 import http.client
@@ -33,6 +34,9 @@ NEW = int(os.environ.get("TOKENS", "128"))  # of a decode row
 LONG = int(os.environ.get("LONG", "8128"))  # tokens of the prompt beside streams
 SLOW = 8  # seconds: a peer whose turn takes longer has only one
 FILE = os.path.join(ROOT, "build", "bench-cpu.json")
+RESULTS = os.path.join(ROOT, "tests", "bench", "RESULTS.md")
+ORDER = ("bandwidth", "limit", "decode", "prefill 512", "prefill 2048", "TTFT behind", "1 clients", "4 clients", "16 clients", "32 clients", "beside",
+         "ready", "resident")
 DECODE_AIMS = {"smol": 1.5, "qwen05": 2, "qwen15": 1.8}
 CLIENT_AIMS = {"smol": 2, "qwen05": 1.5}
 
@@ -451,7 +455,9 @@ def main():
         case ["release", key]:
             Vllm(MODELS[key]).release()
         case ["table"]:
-            print(table.markdown(table.merge(FILE, [])))
+            rows = table.merge(FILE, [])
+            table.replace_between(RESULTS, "<!-- bench-cpu -->", "<!-- end -->", table.sections(rows, ORDER))
+            print(f"bench-cpu: {len(rows)} rows of {os.path.relpath(FILE, ROOT)} are in {os.path.relpath(RESULTS, ROOT)}")
         case _:
             sys.exit(__doc__)
 

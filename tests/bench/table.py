@@ -119,13 +119,19 @@ def beside(row):
     """A peer's cell of the wide table: its value, and in brackets how many times better kvgate is."""
     if row["peer_value"] is None:
         return "not reached"
-    return number(row["peer_value"]) + (f" ({row['ratio']:.2f}x)" if row["ratio"] is not None else "")
+    ratio = f" ({row['ratio']:.2f}x)" if row["ratio"] is not None else ""
+    return number(row["peer_value"]) + ratio + (f", {row['peer_runs']} run" if "peer_runs" in row else "")
+
+
+def origin(rows):
+    """What rows of one name are of: commit and runs, most first."""
+    return "; ".join(dict.fromkeys(f"{r.get('commit') or 'earlier'}, {r['runs']}" for r in sorted(rows, key=lambda r: -r["runs"])))
 
 
 def markdown(rows):
-    """For a README: one line a row's name, a column for each peer, and what became of its aims."""
+    """One line a row's name, a column for each peer, what became of its aims, and which commit in how many runs was measured."""
     peers = list(dict.fromkeys(r["peer"] for r in rows if r["peer"]))
-    lines = [["", "kvgate"] + peers + ["share of its limit", "aims"]]
+    lines = [["", "kvgate"] + peers + ["share of its limit", "aims", "commit, runs"]]
     lines.append(["---"] * len(lines[0]))
     for name in dict.fromkeys(r["row"] for r in rows):
         mine = [r for r in rows if r["row"] == name]
@@ -133,5 +139,26 @@ def markdown(rows):
         aims = [f"{r['aim']} {r['peer'] or ''}".strip() + (": reached" if r["reached"] else ": **missed**") for r in mine if "aim" in r]
         share = mine[0]["share"]
         lines.append([name, f"{number(mine[0]['value'])} {mine[0]['unit']}"] + [cell.get(p, "") for p in peers]
-                     + ["" if share is None else f"{share:.2f}", "; ".join(aims)])
+                     + ["" if share is None else f"{share:.2f}", "; ".join(aims), origin(mine)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def sections(rows, order):
+    """Rows by the model before their colon, one table each, in the order of the words of `order` that their names hold."""
+    place = lambda row: next((i for i, word in enumerate(order) if word in row["row"]), len(order))  # noqa: E731
+    groups = {}
+    for row in rows:
+        group, _, name = row["row"].partition(": ")
+        groups.setdefault(group, []).append({**row, "row": name})
+    return "\n\n".join(f"#### {group}\n\n{markdown(sorted(groups[group], key=place))}" for group in sorted(groups))
+
+
+def replace_between(path, begin, end, text):
+    """Puts text between the lines begin and end of a file, which must have both."""
+    with open(path, encoding="utf-8") as f:
+        head, found, rest = f.read().partition(begin + "\n")
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{path} has no lines {begin} and {end}")
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(f"{head}{begin}\n{text}\n{end}{tail}")

@@ -108,10 +108,24 @@ def test_rows_of_a_later_piece_replace_the_earlier_ones(tmp_path):
 
 
 def test_the_wide_table_has_a_column_for_each_peer():
-    rows = [table.row("x", "ms", [2], "p", [4], high=False, limit=1, aim=table.at_least(3)), table.row("x", "ms", [2], "q", None, high=False),
-            table.row("y", "GB/s", [50])]
-    assert table.markdown(rows).splitlines()[2:] == ["| x | 2 ms | 4 (2.00x) | not reached | 0.50 | >= 3x p: **missed** |",
-                                                     "| y | 50 GB/s |  |  |  |  |"]
+    rows = [{**table.row("x", "ms", [2, 2], "p", [4], high=False, limit=1, aim=table.at_least(3)), "commit": "abc"},
+            {**table.row("x", "ms", [2], "q", None, high=False), "commit": "abc"}, table.row("y", "GB/s", [50])]
+    assert table.markdown(rows).splitlines()[2:] == ["| x | 2 ms | 4 (2.00x), 1 run | not reached | 0.50 | >= 3x p: **missed** | abc, 2; abc, 1 |",
+                                                     "| y | 50 GB/s |  |  |  |  | earlier, 1 |"]
+
+
+def test_the_results_have_a_table_for_each_model_in_a_fixed_order(tmp_path):
+    rows = [table.row("b: start", "s", [1]), table.row("a: 4 streams beside 9: p99", "ms", [2]), table.row("a: decode", "t/s", [3])]
+    text = table.sections(rows, ("decode", "beside"))
+    assert [line for line in text.splitlines() if line.startswith("####")] == ["#### a", "#### b"]
+    assert text.index("| decode |") < text.index("| 4 streams beside 9: p99 |") < text.index("| start |")
+    path = tmp_path / "RESULTS.md"
+    path.write_text("before\n<!-- x -->\nold\n<!-- end -->\nafter\n")
+    for _ in range(2):
+        table.replace_between(str(path), "<!-- x -->", "<!-- end -->", "new")
+        assert path.read_text() == "before\n<!-- x -->\nnew\n<!-- end -->\nafter\n"
+    with pytest.raises(ValueError, match="has no lines"):
+        table.replace_between(str(path), "<!-- y -->", "<!-- end -->", "new")
 
 
 def test_gaps_are_counted_by_stream_within_the_span():
