@@ -46,7 +46,7 @@ def measure(name, isa, sequences, positions, folder):
 def main():
     isa = sys.argv[1] if len(sys.argv) > 1 else "auto"
     with tempfile.TemporaryDirectory() as folder:
-        for name, sequences, positions in (("smollm2", 1, 500), ("qwen05", 1, 400)):
+        for name, sequences, positions in (("smollm2", 1, 500), ("qwen05", 1, 500)):
             measure(name, isa, sequences, positions, folder)
 
 
