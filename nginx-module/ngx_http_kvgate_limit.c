@@ -8,8 +8,8 @@
 
 /* ---- the directive ---- */
 
-/* N/s, Nr/m and the like; the burst is N unless it is given. */
-static ngx_int_t
+/* N/s, Nr/m and the like; the burst is N unless it is given. NULL, or what is wrong. */
+static const char *
 ngx_http_kvgate_limit_rate(ngx_str_t *text, struct kvg_limit_rate *rate)
 {
     u_char     *slash;
@@ -18,27 +18,35 @@ ngx_http_kvgate_limit_rate(ngx_str_t *text, struct kvg_limit_rate *rate)
 
     slash = ngx_strlchr(text->data, text->data + text->len, '/');
 
-    if (slash == NULL || text->data + text->len != slash + 2) {
-        return NGX_ERROR;
+    if (slash == NULL) {
+        return "a rate is a number and a unit, as in 60r/m";
     }
 
     len = slash - text->data;
     len -= len > 1 && slash[-1] == 'r';
     n = ngx_atoi(text->data, len);
-    seconds = slash[1] == 's' ? 1 : slash[1] == 'm' ? 60 : slash[1] == 'h' ? 3600 : slash[1] == 'd' ? 86400 : 0;
+    seconds = 0;
 
-    if (n <= 0 || seconds == 0) {
-        return NGX_ERROR;
+    if (text->data + text->len == slash + 2) {
+        seconds = slash[1] == 's' ? 1 : slash[1] == 'm' ? 60 : slash[1] == 'h' ? 3600 : slash[1] == 'd' ? 86400 : 0;
+    }
+
+    if (seconds == 0) {
+        return "the unit must be /s, /m, /h or /d";
+    }
+
+    if (n <= 0) {
+        return "the number before the unit must be whole and over 0";
     }
 
     rate->rate = (double) n / seconds;
     rate->burst = rate->burst > 0 ? rate->burst : n;
 
-    return NGX_OK;
+    return NULL;
 }
 
 
-static ngx_int_t
+static const char *
 ngx_http_kvgate_limit_burst(ngx_str_t *text, struct kvg_limit_rate *rate)
 {
     ngx_int_t  n;
@@ -46,12 +54,12 @@ ngx_http_kvgate_limit_burst(ngx_str_t *text, struct kvg_limit_rate *rate)
     n = ngx_atoi(text->data, text->len);
 
     if (n <= 0) {
-        return NGX_ERROR;
+        return "a burst must be a whole number over 0";
     }
 
     rate->burst = n;
 
-    return NGX_OK;
+    return NULL;
 }
 
 
@@ -90,9 +98,9 @@ ngx_http_kvgate_limit(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
 {
     ngx_http_kvgate_loc_conf_t *lcf = conf;
 
-    ngx_int_t                 rc;
     ngx_str_t                *value, text;
     ngx_uint_t                i;
+    const char               *wrong;
     ngx_http_kvgate_limit_t  *limit;
 
     if (lcf->limit != NGX_CONF_UNSET_PTR) {
@@ -114,7 +122,7 @@ ngx_http_kvgate_limit(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
     lcf->limit = limit;
 
     for (i = 1; i < cf->args->nelts; i++) {
-        rc = NGX_OK;
+        wrong = NULL;
 
         if (ngx_http_kvgate_limit_is(&value[i], "key=", &text) && text.len) {
             if (ngx_http_kvgate_limit_key(cf, &text, limit) != NGX_CONF_OK) {
@@ -122,27 +130,27 @@ ngx_http_kvgate_limit(ngx_conf_t *cf, ngx_command_t *cmd, void *conf)
             }
 
         } else if (ngx_http_kvgate_limit_is(&value[i], "requests=", &text)) {
-            rc = ngx_http_kvgate_limit_rate(&text, &limit->requests);
+            wrong = ngx_http_kvgate_limit_rate(&text, &limit->requests);
 
         } else if (ngx_http_kvgate_limit_is(&value[i], "tokens=", &text)) {
-            rc = ngx_http_kvgate_limit_rate(&text, &limit->tokens);
+            wrong = ngx_http_kvgate_limit_rate(&text, &limit->tokens);
 
         } else if (ngx_http_kvgate_limit_is(&value[i], "burst_requests=", &text)) {
-            rc = ngx_http_kvgate_limit_burst(&text, &limit->requests);
+            wrong = ngx_http_kvgate_limit_burst(&text, &limit->requests);
 
         } else if (ngx_http_kvgate_limit_is(&value[i], "burst_tokens=", &text)) {
-            rc = ngx_http_kvgate_limit_burst(&text, &limit->tokens);
+            wrong = ngx_http_kvgate_limit_burst(&text, &limit->tokens);
 
         } else if (ngx_http_kvgate_limit_is(&value[i], "name=", &text)) {
             limit->name = text;
-            rc = kvg_name_valid((char *) text.data, text.len) ? NGX_OK : NGX_ERROR;
+            wrong = kvg_name_valid((char *) text.data, text.len) ? NULL : "a name is made of A-Z a-z 0-9 . _ / -";
 
         } else {
-            rc = NGX_ERROR;
+            wrong = "expected key=, requests=, tokens=, burst_requests=, burst_tokens= or name=";
         }
 
-        if (rc != NGX_OK) {
-            ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "invalid parameter \"%V\"", &value[i]);
+        if (wrong) {
+            ngx_conf_log_error(NGX_LOG_EMERG, cf, 0, "invalid parameter \"%V\" of kvgate_limit: %s", &value[i], wrong);
             return NGX_CONF_ERROR;
         }
     }

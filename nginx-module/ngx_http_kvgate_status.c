@@ -199,22 +199,28 @@ ngx_http_kvgate_status_accept(ngx_http_request_t *r)
 typedef enum {
     NGX_HTTP_KVGATE_JSON,
     NGX_HTTP_KVGATE_PROMETHEUS,
-    NGX_HTTP_KVGATE_HTML
+    NGX_HTTP_KVGATE_HTML,
+    NGX_HTTP_KVGATE_FORMATS
 } ngx_http_kvgate_format_e;
 
 
-/* ?format=json|prometheus|html, else what a browser or Prometheus says that it takes, else JSON. */
+/* ?format=json|prometheus|html (FORMATS where it is none of these), else what a browser or Prometheus says that it takes, else JSON. */
 static ngx_http_kvgate_format_e
 ngx_http_kvgate_status_format(ngx_http_request_t *r)
 {
     ngx_str_t   value, *accept;
+    ngx_uint_t  i;
+
+    static const ngx_str_t  names[] = { ngx_string("json"), ngx_string("prometheus"), ngx_string("html") };
 
     if (ngx_http_arg(r, (u_char *) "format", sizeof("format") - 1, &value) == NGX_OK) {
-        if (value.len == sizeof("prometheus") - 1 && ngx_strncmp(value.data, "prometheus", value.len) == 0) {
-            return NGX_HTTP_KVGATE_PROMETHEUS;
+        for (i = 0; i < NGX_HTTP_KVGATE_FORMATS; i++) {
+            if (value.len == names[i].len && ngx_memcmp(value.data, names[i].data, value.len) == 0) {
+                break;
+            }
         }
 
-        return value.len == sizeof("html") - 1 && ngx_strncmp(value.data, "html", value.len) == 0 ? NGX_HTTP_KVGATE_HTML : NGX_HTTP_KVGATE_JSON;
+        return i;
     }
 
     accept = ngx_http_kvgate_status_accept(r);
@@ -259,6 +265,10 @@ ngx_http_kvgate_status_handler(ngx_http_request_t *r)
 
     conf = ngx_http_get_module_main_conf(r, ngx_http_kvgate_module);
     format = ngx_http_kvgate_status_format(r);
+
+    if (format == NGX_HTTP_KVGATE_FORMATS) {
+        return ngx_http_kvgate_send_error(r, NGX_HTTP_BAD_REQUEST, "invalid_request_error", "format must be json, prometheus or html", "format", NULL);
+    }
 
     if (format == NGX_HTTP_KVGATE_HTML) {
         kvg_buf_add(&buf, ngx_http_kvgate_page, sizeof(ngx_http_kvgate_page) - 1);

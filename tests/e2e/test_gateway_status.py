@@ -167,6 +167,13 @@ def test_a_browser_gets_the_page(fleet):
     assert requests.get(fleet.url + "/kvgate?format=html", timeout=10).text == reply.text
 
 
+def test_an_unknown_format_is_refused_with_the_known_ones(fleet):
+    for format in ("xml", "", "htm"):
+        reply = requests.get(fleet.url + f"/kvgate?format={format}", timeout=10)
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["message"] == "format must be json, prometheus or html" and error["param"] == "format"
+
+
 def chromium(folder, *args):
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", f"--user-data-dir={folder}/profile",
                "--disable-background-networking", "--window-size=1280,1100", "--virtual-time-budget=4000", *args]
