@@ -350,13 +350,14 @@ bench-stack: deps models
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_stack.py
 #: bench-routing           a trace through the routing rule and others (TRACE=FILE)
-# TRACE: a file in the Mooncake JSONL format. GATEWAYS: connections that choose at once. LOAD: paces to replay it at.
+# TRACE: a file in the Mooncake JSONL format. GATEWAYS: connections that choose at once. LOAD: paces to replay it at. REDIS_LOST: five
+# minutes without Redis from that second on.
 TRACE    ?=
 GATEWAYS ?= 1
 LOAD     ?= 1 1.4
 bench-routing: deps
 	@mkdir -p $(B)
-	B=$(B) TRACE="$(TRACE)" GATEWAYS="$(GATEWAYS)" LOAD="$(LOAD)" $(PYTHON) tests/bench/bench_routing.py
+	B=$(B) TRACE="$(TRACE)" GATEWAYS="$(GATEWAYS)" LOAD="$(LOAD)" REDIS_LOST="$(REDIS_LOST)" $(PYTHON) tests/bench/bench_routing.py
 #: bench-redis             time and memory in Redis (CLAIMS=1000000)
 # CLAIMS: how many to store, one number or several ("1000000 10000000").
 CLAIMS ?= 1000000

@@ -165,26 +165,32 @@ ngx_http_kvgate_add(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, const ngx
 
 /* Without Redis: the worker that was sent the longest beginning of this prompt comes first in order[], before the one that rendezvous
  * puts there, where what it need not compute outweighs what more it has to do. Requests are counted for that, those of this gateway;
- * each weighs a mean prompt. Returns the blocks that it was sent; 0: the order stands. */
+ * each weighs a mean prompt. A beginning that ends where rendezvous order looks, or before, is known to all gateways by that order: this
+ * one's memory would only part them. Returns the blocks that it was sent; 0: the order stands. */
 static uint32_t
 ngx_http_kvgate_placed_first(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_pool_t *pool, double alpha, ngx_http_kvgate_worker_t *known,
     ngx_http_kvgate_order_t *order, ngx_uint_t n)
 {
     double                    saved, more;
-    uint32_t                  lease, blocks;
+    uint32_t                  lease, blocks, turn;
     ngx_uint_t                i;
     ngx_http_kvgate_order_t   first;
     ngx_http_kvgate_prompt_t *p = &ctx->prompt;
 
     lease = ngx_http_kvgate_placed(pool, p->chain, p->n_blocks, &blocks);
+    turn = kvg_rendezvous_block(p->n_blocks, p->model->block_size) + 1;
 
-    for (i = 0; lease && i < n; i++) {
+    if (lease == 0 || (blocks <= turn && turn < p->n_blocks)) {
+        return 0;
+    }
+
+    for (i = 0; i < n; i++) {
         if (known[order[i].index].live.lease == lease) {
             break;
         }
     }
 
-    if (lease == 0 || i == n || order[i].down) {
+    if (i == n || order[i].down) {
         return 0;
     }
 

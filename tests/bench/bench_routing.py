@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""make bench-routing TRACE=file [GATEWAYS=n] [LOAD=x …]: a trace through the real route.lua, beside other ways to choose.
+"""make bench-routing TRACE=file [GATEWAYS=n] [LOAD=x …] [REDIS_LOST=seconds]: a trace through the real route.lua, beside other ways to choose.
 
 The trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length (tokens), hash_ids (names of 512-token
 blocks; equal ids mean equal prefixes). It is replayed open loop, with its timestamps divided by LOAD, on eight simulated workers
@@ -14,6 +14,9 @@ beat once a second. The other rows know every worker's state at every instant, s
 
 hit ratio: prompt tokens found in a cache, of all. max/mean: busiest worker's computed tokens over the mean. TTFT: arrival until the
 first token. Prints a table and writes build/bench-routing.json.
+
+REDIS_LOST: instead, Redis is gone for the five minutes from that second of the replay, and gateways choose as they do then
+(fallback.py); compared are the hit ratios of the five minutes before and of those.
 """
 import hashlib
 import itertools
@@ -26,11 +29,13 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
 from conftest import BUILD  # noqa: E402
+from fallback import Gateway  # noqa: E402
 from fleet import Fleet, Rates  # noqa: E402
 from schemas import FINGERPRINT, SCHEMA, Schemas, source  # noqa: E402
 from stack import Redis  # noqa: E402
 
 WORKERS = 8
+LOST_SECONDS = 300
 BATCH = 256   # events a call of publish.lua, as publish.c sends them
 
 
@@ -123,12 +128,16 @@ class Kvgate:
         self.lease, self.seq = {}, {}
         self.routed, self.seconds = 0, 0.0
         self.reasons = {}
+        self.lost = False
+        self.memories = [Gateway(WORKERS, rates.block, block_hash) for _ in range(gateways)]
 
     def script(self, channel, name, *args):
         channel.send("EVALSHA", self.sha[name], 1, self.schemas.base + "meta", *args)
 
     def sync(self):
         """What workers have sent is in Redis from here on."""
+        if self.lost:
+            self.link.pending.clear()
         self.link.flush()
         for reply in self.link.replies():
             if reply[0] != "ok":
@@ -153,6 +162,8 @@ class Kvgate:
                         "".join(events[at:at + BATCH]))
 
     def beat(self, worker, now):
+        for memory in self.memories:
+            memory.backlogs[worker.number] = memory.backlogs[worker.number] if self.lost else worker.backlog(now)
         self.script(self.link, "heartbeat", f"w{worker.number}", f"n{worker.number}", self.lease[worker.number], "ready",
                     worker.decoding, len(worker.queue), worker.rates.blocks - worker.cache.free, worker.rates.blocks,
                     round(worker.backlog(now)), f"{now:.6f}")
@@ -160,8 +171,18 @@ class Kvgate:
     def choose_all(self, fleet, requests):
         """Requests of one instant, from all gateways at once."""
         self.sync()
-        started = time.perf_counter()
         shares = [requests[i::len(self.gateways)] for i in range(len(self.gateways))]
+        chosen = self.choose_without(fleet, shares) if self.lost else self.ask(fleet, shares)
+        for memory, share in zip(self.memories, shares):
+            for request in share:
+                memory.sent(request, chosen[request["id"]], fleet.now)
+        return chosen
+
+    def choose_without(self, fleet, shares):
+        return {r["id"]: memory.choose(r, fleet.now) for memory, share in zip(self.memories, shares) for r in share}
+
+    def ask(self, fleet, shares):
+        started = time.perf_counter()
         for gateway, share in zip(self.gateways, shares):
             for request in share:
                 chain = "".join(map(block_hash, request["blocks"]))
@@ -176,14 +197,14 @@ class Kvgate:
                 chosen[request["id"]] = int(worker[1:])
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.seconds += time.perf_counter() - started
-        self.routed += len(requests)
+        self.routed += len(chosen)
         return chosen
 
 
 # ---- replay ----
 
-def replay(requests, policy, rates, load=1.0, workers=WORKERS):
-    """Plays the whole trace; returns the fleet. policy: one of the above."""
+def replay(requests, policy, rates, load=1.0, workers=WORKERS, lost=None):
+    """Plays the whole trace; returns the fleet. policy: one of the above. lost: when Redis goes, in seconds of the replay."""
     kvgate = policy if isinstance(policy, Kvgate) else None
     fleet = Fleet(workers, rates, kvgate and kvgate.publish, kvgate and kvgate.beat)
     if kvgate:
@@ -191,6 +212,8 @@ def replay(requests, policy, rates, load=1.0, workers=WORKERS):
     for at, group in itertools.groupby(requests, key=lambda r: r["at"]):
         group = list(group)
         fleet.run(at / load)
+        if kvgate:
+            kvgate.lost = lost is not None and at / load >= lost
         chosen = kvgate.choose_all(fleet, group) if kvgate else None
         for request in group:
             fleet.submit(request, chosen[request["id"]] if kvgate else policy.choose(fleet, request))
@@ -198,6 +221,22 @@ def replay(requests, policy, rates, load=1.0, workers=WORKERS):
     if kvgate:
         kvgate.sync()
     return fleet
+
+
+def without_redis(requests, rates, load, gateways, lost):
+    """Replays until LOST_SECONDS after Redis went: rows for the JSON file."""
+    requests = [r for r in requests if r["at"] / load < lost + LOST_SECONDS]
+    with Redis() as redis:
+        replay(requests, Kvgate(redis, rates, gateways), rates, load, lost=lost)
+    before, during = ([r for r in requests if at <= r["at"] / load < at + LOST_SECONDS] for at in (lost - LOST_SECONDS, lost))
+    if not before or not during:
+        sys.exit(f"bench-routing: the trace has no requests within {LOST_SECONDS} s before and after {lost:g} s")
+    ratio = [sum(r["hit"] for r in part) / sum(r["input"] for r in part) for part in (before, during)]
+    share = ratio[1] / ratio[0]
+    print(f"LOAD {load:g}, {gateways} gateway(s), Redis lost at {lost:g} s: hit ratio {ratio[0]:.4f} in {LOST_SECONDS} s before ({len(before)} requests), "
+          f"{ratio[1]:.4f} in {LOST_SECONDS} s without ({len(during)}): {share:.3f}   aim >= 0.85: {'reached' if share >= 0.85 else 'not reached'}")
+    yield {"row": f"hit ratio without Redis at LOAD {load:g}", "unit": "share", "value": ratio[1], "peer": "before", "peer_value": ratio[0],
+           "ratio": share, "limit": 0.85, "share": share / 0.85, "runs": len(during)}
 
 
 def measure(requests, fleet, load):
@@ -251,7 +290,10 @@ def main():
     requests = read_trace(trace, rates.block)
     print(f"{len(requests)} requests, {WORKERS} workers, {gateways} gateway(s)\n")
     rows = []
-    for load in loads:
+    lost = float(os.environ.get("REDIS_LOST") or 0)
+    for load in loads if lost else ():
+        rows += without_redis(requests, rates, load, gateways, lost)
+    for load in loads if not lost else ():
         results = {}
         with Redis() as redis:
             started = time.monotonic()

@@ -140,6 +140,15 @@ def test_bench_routing_prints_its_rows(tmp_path):
     assert {"row", "unit", "value", "peer", "peer_value", "ratio", "limit", "share", "runs"} == set(rows[0])
 
 
+def test_bench_routing_replays_the_loss_of_redis(tmp_path):
+    trace = os.path.join(HERE, "sample_trace.jsonl")
+    done = run("bench_routing.py", TRACE=trace, LOAD="1", GATEWAYS="2", REDIS_LOST="25", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    row, = json.loads((tmp_path / "bench-routing.json").read_text())
+    assert row["peer"] == "before" and row["value"] > 0.05 and row["peer_value"] > 0.05
+    assert run("bench_routing.py", TRACE=trace, LOAD="1", REDIS_LOST="5000", OUT=str(tmp_path)).returncode != 0
+
+
 def test_bench_routing_says_when_there_is_no_trace(tmp_path):
     done = run("bench_routing.py", TRACE=str(tmp_path / "none.jsonl"))
     assert done.returncode != 0 and "no trace" in done.stderr

@@ -219,6 +219,24 @@ def test_without_redis_a_conversation_stays_with_its_worker():
         assert int(without[0].headers["X-Kvgate-Hit-Tokens"]) > 64
 
 
+def test_without_redis_a_head_that_many_share_follows_the_order_of_all_gateways():
+    """Of a prompt over 1,024 tokens, of which only the beginning was sent before: rendezvous, not the worker that had it last."""
+    with Fleet(4) as fleet:
+        head = "system prompt " * 700
+        order = fleet.post(head + "first question " * 60).headers["X-Kvgate-Worker"]
+        fleet.settle()
+        other = next(w for w in fleet.workers if w.name != order)
+        for worker in fleet.workers:  # moved by load
+            load = 0 if worker is other else 10_000_000
+            fleet.redis.client().zadd("kvgate:{smollm2}:load", {worker.registration.lease: load}, xx=True)
+        assert fleet.post(head + "second question " * 60).headers["X-Kvgate-Worker"] == other.name
+        fleet.redis.kill()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 20, "Redis seen gone")
+        new = fleet.post(head + "third question " * 60)
+        assert new.headers["X-Kvgate-Worker"] == order and new.headers["X-Kvgate-Reason"] == "redis_down"
+        assert fleet.post(head + "second question " * 60 + "and its next turn").headers["X-Kvgate-Worker"] == other.name
+
+
 def test_traceparent_is_passed_on_unchanged():
     with Fleet(1) as fleet:
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
