@@ -45,10 +45,9 @@ static const struct flag flags[] = {
     {"kv-cache-memory", BYTES, AT(kv_cache_memory), "BYTES",
      "memory for KV blocks, such as 512M or 2G (1024-based); default: a quarter of the free memory, 8G at most"},
     {"num-kv-blocks", COUNT, AT(num_kv_blocks), "N", "number of KV blocks, instead of --kv-cache-memory", 1, 1u << 31},
-    {"kv-cache-dtype", CHOICE, AT(kv_cache_dtype), "auto|f16|bf16|int8|float16|bfloat16",
-     "how keys and values are kept; int8 (a scale for each token and head) halves the memory and loses the most; auto: bf16 on "
-     "AMX, "
-     "f16 elsewhere; default auto"},
+    {"kv-cache-dtype", CHOICE, AT(kv_cache_dtype), "auto|f16|bf16|int8|fp8|float16|bfloat16|fp8_e4m3",
+     "how keys and values are kept; int8 (a scale for each token and head) and, on a GPU only, fp8 (e4m3) halve the memory and "
+     "lose the most; auto: bf16 on AMX and GPUs, f16 elsewhere; default auto"},
     {"gpu-memory-utilization", SHARE, AT(gpu_memory_utilization), "SHARE",
      "a GPU's memory is used up to this share, above 0 and up to 1, and KV blocks get what is left of it (on the CPU: this share "
      "of "

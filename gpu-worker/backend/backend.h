@@ -3,6 +3,8 @@
  *   model (families)  --ops-->  backend: cpu/, cuda/
  *
  * A step runs  begin_step, ops in order, end_step.  Ops may be queued: results are valid after end_step. No op allocates.
+ * A device may run neighbouring ops as one: a tensor that a later op of the step took as input holds no result after end_step,
+ * unless the step wrote it again.
  * Activations are f32, row-major [rows, cols]. n is the number of rows an op works on: the step's rows before `gather`, its
  * outputs after. Unless said otherwise an output may not alias an input.
  *
@@ -47,6 +49,7 @@ enum backend_kv_dtype {
     KV_F16,
     KV_BF16,
     KV_INT8, /* rne(x / scale) with a scale of each token and kv head, for keys and for values: max|x| / 127 */
+    KV_FP8,  /* CUDA: e4m3 without a scale, what is larger than 448 becomes 448 */
     KV_DTYPES
 };
 
@@ -153,9 +156,10 @@ struct backend {
     enum backend_kv_dtype kv_auto; /* set when it is opened */
 };
 
-/* "auto", "f16" or "float16", "bf16" or "bfloat16", "int8"; NULL = auto. KVG_INVALID names an unknown one. */
+/* "auto", "f16" or "float16", "bf16" or "bfloat16", "int8", "fp8" or "fp8_e4m3"; NULL = auto. KVG_INVALID names an unknown one.
+ */
 int backend_kv_dtype(const char *name, enum backend_kv_dtype *out, struct kvg_error *err);
-/* "f16", "bf16", "int8". */
+/* "f16", "bf16", "int8", "fp8". */
 const char *backend_kv_dtype_name(enum backend_kv_dtype dtype);
 
 /* err: an unknown instruction set, or one that this CPU lacks, is named. */

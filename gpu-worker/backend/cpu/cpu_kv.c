@@ -37,6 +37,8 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
     if (kv->dtype >= KV_DTYPES)
         return kvg_fail(err, KVG_INVALID, "KV dtype %d of %d", (int)kv->dtype, KV_DTYPES);
+    if (kv->dtype == KV_FP8)
+        return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype fp8: the CPU backend keeps KV as f16, bf16 or int8");
     return 0;
 }
 

@@ -1,8 +1,10 @@
 /* Paged attention. Keys and values are read through the block table; scores are in log2 units.
  *
  * Sequences with one row (decode): attention_decode_kernel, its keys cut into splits of split_keys, whose parts
- * attention_combine_kernel puts together. A token's key or value takes LANES neighbouring lanes with 16 bytes each; each such
- * lane group walks every (32 / LANES x warps)-th token with a softmax state of its own, all are merged at the end.
+ * attention_combine_kernel puts together. A token's key or value takes LANES neighbouring lanes with 8 values each; each such
+ * lane group walks every (32 / LANES x warps)-th token with a softmax state of its own, all are merged at the end. Where every
+ * sequence of a step decodes, the kernel also rotates q and k and appends the newest token: each block that attends to that token
+ * computes its key and value itself, the one with the kv head's first query heads stores them.
  *
  * Sequences with more rows, and all in deterministic mode: attention_tile_kernel, after FlashAttention-2 (Dao, 2023), on tensor
  * cores. A tile is 64 (row, head of the group) pairs of one kv head, row by row, so that keys are read once for the group; keys
@@ -10,7 +12,7 @@
  * to bf16.
  */
 #pragma once
-#include "gpu-worker/backend/cuda/forms.cuh"
+#include "gpu-worker/backend/cuda/rope.cuh"
 
 static constexpr int DECODE_WARPS = 4, TILE_ROWS = 64, TILE_THREADS = 128;
 #define NO_SCORE (-1e30f)
@@ -21,22 +23,6 @@ struct attention_args {
     uint32_t cols; /* n_heads * head_dim */
     float scale;   /* times log2(e) */
 };
-
-__device__ __forceinline__ size_t kv_offset(const struct kv_view &kv, const uint32_t *table, uint32_t kv_head, uint32_t position)
-{
-    uint32_t block = table[position >> kv.block_shift], slot = position & (kv.block_size - 1);
-    return block * kv.block_values + ((size_t)kv_head * kv.block_size + slot) * kv.head_dim;
-}
-
-__device__ __forceinline__ void unpack_bf16(uint4 raw, float out[8])
-{
-    const uint32_t u[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        out[2 * i] = bf16_low(u[i]);
-        out[2 * i + 1] = bf16_high(u[i]);
-    }
-}
 
 /* ---- decode ---- */
 
@@ -55,11 +41,54 @@ __device__ __forceinline__ void softmax_merge(struct softmax_state *a, float m, 
         a->o[i] = a->o[i] * fa + o[i] * fb;
 }
 
-/* G: heads of a group that one block takes; D: head_dim rounded up to 64, 128 or 256.
- * grid (kv heads x ceil(group / G), splits, items) */
-template <int G, int D>
-__global__ void __launch_bounds__(DECODE_WARPS *WARP)
-    attention_decode_kernel(struct attention_args args, struct kv_view kv, struct step_view step, struct attention_parts parts)
+/* Adds a token to the states of all heads; the lanes of a token's group call together, all lanes of the warp do. */
+template <int G, int LANES>
+__device__ __forceinline__ void attend_token(const float q[G][8], const float k[8], const float v[8], float k_scale,
+                                             uint32_t heads, bool valid, struct softmax_state state[G])
+{
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        if ((uint32_t)g >= heads)
+            break;
+        float score = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            score = fmaf(q[g][i], k[i], score);
+#pragma unroll
+        for (uint32_t step = LANES / 2; step; step /= 2)
+            score += __shfl_xor_sync(FULL_WARP, score, step);
+        if (valid)
+            softmax_merge(&state[g], score * k_scale, 1.0f, v);
+    }
+}
+
+/* Key and value of the newest token, as the pool keeps them; all lanes of the warp call. store: this lane writes its part. */
+template <int STORE, int LANES>
+__device__ __forceinline__ void append_token(const struct rope_args &rope, const struct kv_view &kv, size_t row, uint32_t kv_head,
+                                             struct kv_place place, uint32_t d, bool store, float k[8], float v[8],
+                                             float *k_scale)
+{
+    float v_scale;
+    rotate_eight(rope, rope.k + row * rope.kv_cols + kv_head * kv.head_dim, kv.head_dim, d, rope.angles + row * rope.rotated, k);
+    load_eight(rope.v + row * rope.kv_cols + kv_head * kv.head_dim, kv.head_dim, d, v);
+    uint4 packed_k = pack_head<STORE, LANES>(k, k_scale), packed_v = pack_head<STORE, LANES>(v, &v_scale);
+    if (store) {
+        store_head<STORE>(kv.k, kv.k_scales, place, d, packed_k, *k_scale);
+        store_head<STORE>(kv.v, kv.v_scales, place, d, packed_v, v_scale);
+    }
+    unpack_eight<STORE>(packed_k, k);
+    unpack_eight<STORE>(packed_v, v);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        v[i] *= v_scale;
+}
+
+/* G: heads of a group that one block takes; D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool.
+ * grid (kv heads x ceil(group / G), splits, items); bounds by which no variant spills */
+template <int G, int D, int STORE>
+__global__ void __launch_bounds__(DECODE_WARPS *WARP, G <= 2 ? 4 : 2)
+    attention_decode_kernel(struct attention_args args, struct rope_args rope, struct kv_view kv, struct step_view step,
+                            struct attention_parts parts)
 {
     constexpr uint32_t LANES = D / 8, TOKENS = WARP / LANES, STRIDE = DECODE_WARPS * TOKENS;
     CU_SHARED(float[DECODE_WARPS][G][D], shared_o);
@@ -75,7 +104,8 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP)
     uint32_t end = min(keys, first + split_keys), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (first >= keys)
         return;
-    uint32_t token = lane / LANES, d = lane % LANES * 8;
+    bool appends = rope.angles && end == keys; /* the newest token is not in the pool yet */
+    uint32_t token = lane / LANES, d = lane % LANES * 8, stored_end = appends ? end - 1 : end;
     bool inside = d < kv.head_dim;
     const uint32_t *table = step.tables + seq.table;
     float q[G][8];
@@ -84,36 +114,38 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP)
     for (int g = 0; g < G; g++) {
         state[g].m = NO_SCORE;
         state[g].l = 0;
-        const float *head =
-            args.q + (size_t)seq.first_row * args.cols + (head0 + ((uint32_t)g < heads ? g : 0)) * kv.head_dim + d;
+        const float *head = args.q + (size_t)seq.first_row * args.cols + (head0 + ((uint32_t)g < heads ? g : 0)) * kv.head_dim;
+        if (rope.angles)
+            rotate_eight(rope, head, kv.head_dim, d, rope.angles + (size_t)seq.first_row * rope.rotated, q[g]);
+        else
+            load_eight(head, kv.head_dim, d, q[g]);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            q[g][i] = inside ? head[i] * args.scale : 0.0f;
+            q[g][i] *= args.scale;
             state[g].o[i] = 0;
         }
     }
-    for (uint32_t t = first + warp * TOKENS; t < end; t += STRIDE) {
-        bool valid = t + token < end;
-        size_t at = kv_offset(kv, table, kv_head, valid ? t + token : t) + d;
+    for (uint32_t t = first + warp * TOKENS; t < stored_end; t += STRIDE) {
+        bool valid = t + token < stored_end;
+        struct kv_place at = kv_find<STORE>(kv, table, kv_head, valid ? t + token : t);
         float k[8] = {}, v[8] = {};
         if (inside) {
-            unpack_bf16(ld128(kv.k + at), k);
-            unpack_bf16(ld128(kv.v + at), v);
+            unpack_eight<STORE>(load_packed<STORE>(kv.k + at.values + d * kv_traits<STORE>::bytes), k);
+            unpack_eight<STORE>(load_packed<STORE>(kv.v + at.values + d * kv_traits<STORE>::bytes), v);
         }
-#pragma unroll
-        for (int g = 0; g < G; g++) {
-            if ((uint32_t)g >= heads)
-                break;
-            float score = 0;
+        if constexpr (STORE == STORE_INT8) {
+            float v_scale = kv.v_scales[at.scale];
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                score = fmaf(q[g][i], k[i], score);
-#pragma unroll
-            for (uint32_t step = LANES / 2; step; step /= 2)
-                score += __shfl_xor_sync(FULL_WARP, score, step);
-            if (valid)
-                softmax_merge(&state[g], score, 1.0f, v);
+                v[i] *= v_scale;
         }
+        attend_token<G, LANES>(q, k, v, load_scale_at<STORE>(kv.k_scales, at), heads, valid, state);
+    }
+    if (appends && warp == 0) {
+        float k[8], v[8], k_scale;
+        append_token<STORE, LANES>(rope, kv, seq.first_row, kv_head, kv_find<STORE>(kv, table, kv_head, keys - 1), d,
+                                   inside && token == 0 && blockIdx.x % chunks == 0, k, v, &k_scale);
+        attend_token<G, LANES>(q, k, v, k_scale, heads, token == 0, state);
     }
 #pragma unroll
     for (int g = 0; g < G; g++) {
@@ -193,21 +225,56 @@ template <int D>
 struct tile_shared {
     static constexpr int KEYS = D > 128 ? 32 : 64, LD = D + 8; /* 16 bytes of padding: ldmatrix meets no bank twice */
     uint16_t q[TILE_ROWS][LD], k[2][KEYS][LD], v[2][KEYS][LD];
+    float k_scale[2][KEYS], v_scale[2][KEYS]; /* STORE_INT8 */
 };
 
+/* Eight values become bf16, which holds 8-bit values exactly. */
+template <int STORE>
+__device__ __forceinline__ uint4 bf16_eight(uint4 packed)
+{
+    float v[8];
+    unpack_eight<STORE>(packed, v);
+    return make_uint4(bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7]));
+}
+
 /* Keys and values of one tile of positions; what lies past `end` or head_dim is zero. */
-template <int D>
+template <int D, int STORE>
 __device__ __forceinline__ void load_keys(struct tile_shared<D> &shared, int stage, const struct kv_view &kv,
                                           const uint32_t *table, uint32_t kv_head, uint32_t first, uint32_t end)
 {
     for (uint32_t i = threadIdx.x; i < shared.KEYS * D / 8; i += TILE_THREADS) {
         uint32_t r = i / (D / 8), c = i % (D / 8) * 8;
         bool ok = first + r < end && c < kv.head_dim;
-        size_t at = ok ? kv_offset(kv, table, kv_head, first + r) + c : 0;
-        cp_async<16>(&shared.k[stage][r][c], kv.k + at, ok);
-        cp_async<16>(&shared.v[stage][r][c], kv.v + at, ok);
+        struct kv_place at = {0, 0};
+        if (ok)
+            at = kv_find<STORE>(kv, table, kv_head, first + r);
+        const uint8_t *k = kv.k + at.values + (ok ? c : 0) * kv_traits<STORE>::bytes;
+        const uint8_t *v = kv.v + at.values + (ok ? c : 0) * kv_traits<STORE>::bytes;
+        if constexpr (STORE == STORE_BF16) {
+            cp_async<16>(&shared.k[stage][r][c], k, ok);
+            cp_async<16>(&shared.v[stage][r][c], v, ok);
+        } else {
+            uint4 none = make_uint4(0, 0, 0, 0);
+            st128(&shared.k[stage][r][c], bf16_eight<STORE>(ok ? load_packed<STORE>(k) : none));
+            st128(&shared.v[stage][r][c], bf16_eight<STORE>(ok ? load_packed<STORE>(v) : none));
+        }
+        if (STORE == STORE_INT8 && c == 0) {
+            shared.k_scale[stage][r] = ok ? kv.k_scales[at.scale] : 0.0f;
+            shared.v_scale[stage][r] = ok ? kv.v_scales[at.scale] : 0.0f;
+        }
     }
     cp_async_commit();
+}
+
+/* a[n][..] *= the scale of the column's key. */
+template <int KEYS>
+__device__ __forceinline__ void scale_keys(const float scale[KEYS], float a[][4])
+{
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            a[n][e] *= scale[n * 8 + threadIdx.x % 4 * 2 + e % 2];
 }
 
 /* s[n][..] = q k^T for 16 query rows of the warp and all keys of the stage. */
@@ -284,8 +351,8 @@ __device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, 
         }
 }
 
-/* D: head_dim rounded up to 64, 128 or 256. grid (kv heads, items) */
-template <int D>
+/* D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool. grid (kv heads, items) */
+template <int D, int STORE>
 __global__ void __launch_bounds__(TILE_THREADS)
     attention_tile_kernel(struct attention_args args, struct kv_view kv, struct step_view step)
 {
@@ -301,7 +368,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
     const uint32_t *table = step.tables + seq.table;
     uint32_t lane = threadIdx.x % WARP, row0 = threadIdx.x / WARP * 16 + lane / 4;
 
-    load_keys<D>(shared, 0, kv, table, blockIdx.x, 0, end);
+    load_keys<D, STORE>(shared, 0, kv, table, blockIdx.x, 0, end);
     for (uint32_t i = threadIdx.x; i < TILE_ROWS * D / 2; i += TILE_THREADS) {
         uint32_t r = i / (D / 2), c = i % (D / 2) * 2, pair = first_pair + r;
         uint32_t both = 0;
@@ -318,7 +385,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
         last[r] = seq.n_past + min(first_pair + row0 + 8 * r, last_pair) / group;
     for (uint32_t first = 0, stage = 0; first < end; first += KEYS, stage ^= 1) {
         if (first + KEYS < end) {
-            load_keys<D>(shared, stage ^ 1, kv, table, blockIdx.x, first + KEYS, end);
+            load_keys<D, STORE>(shared, stage ^ 1, kv, table, blockIdx.x, first + KEYS, end);
             cp_async_wait<1>();
         } else {
             cp_async_wait<0>();
@@ -326,9 +393,13 @@ __global__ void __launch_bounds__(TILE_THREADS)
         __syncthreads();
         float s[KEYS / 8][4] = {};
         tile_scores<D>(shared, stage, s);
+        if constexpr (STORE == STORE_INT8)
+            scale_keys<KEYS>(shared.k_scale[stage], s);
 #pragma unroll
         for (int r = 0; r < 2; r++)
             tile_softmax<KEYS, D>(s, o, r, first, last[r], args.scale, &m[r], &l[r]);
+        if constexpr (STORE == STORE_INT8)
+            scale_keys<KEYS>(shared.v_scale[stage], s);
         tile_values<D>(shared, stage, s, o);
         __syncthreads();
     }

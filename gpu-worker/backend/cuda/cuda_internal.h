@@ -67,16 +67,21 @@ struct cuda_backend {
     uint32_t widest_output; /* most rows of a matmul weight */
 
     struct backend_kv kv;
-    uint16_t *kv_memory;
+    uint8_t *kv_memory;
     struct attention_parts parts; /* room for n_items * splits <= max_parts */
     uint32_t max_parts;
 
-    /* Rounded activations: room for most_rows rows as wide as the widest weight. */
-    struct acts acts;
+    /* Rounded activations: room for most_rows rows as wide as the widest weight. A product that writes the next one's int8 input
+     * reads acts[acts_at] and writes the other. */
+    struct acts acts[2];
+    uint32_t acts_at;
     uint16_t *halves;
     uint32_t widest_groups, widest_halves;
     const struct tensor *groups_of, *halves_of; /* whose rounded form the scratch holds; NULL = nobody's */
     enum act_form halves_form;
+    float *squares;                 /* of struct row_scale, for GEMV_ROWS_MAX rows */
+    const struct tensor *scaled_of; /* whose values lack `scale`; NULL = nobody's */
+    struct row_scale scale;
 
     /* The current step. */
     uint8_t *pinned, *device_state; /* [state_bytes + 4 * max_tables] */
@@ -126,6 +131,18 @@ static inline bool matrix_is_float(const struct matrix *m)
     return m->kind <= MATRIX_BF16;
 }
 
+/* How the pool keeps values, and the bytes of a block in one layer. */
+static inline enum kv_store kv_store_of(const struct backend_kv *kv)
+{
+    return kv->dtype == KV_FP8 ? STORE_FP8 : kv->dtype == KV_INT8 ? STORE_INT8 : STORE_BF16;
+}
+static inline size_t kv_layer_bytes(const struct backend_kv *kv)
+{
+    size_t slots = (size_t)2 * kv->block_size * kv->n_kv_heads;
+    enum kv_store store = kv_store_of(kv);
+    return slots * kv->head_dim * (store == STORE_BF16 ? 2 : 1) + (store == STORE_INT8 ? slots * sizeof(float) : 0);
+}
+
 /* step.c */
 int cuda_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
 int cuda_end_step(struct backend *backend, struct kvg_error *err);
@@ -153,8 +170,8 @@ void cuda_close_graphs(struct cuda_backend *cuda);
 uint32_t graph_bucket(uint32_t n);
 bool graph_run(struct cuda_backend *cuda);
 
-/* launch.cu, matmul.cu, attention.cu: one op's kernels. `forms`: what else a kernel writes for the product that follows. A launch
- * that fails sets cuda->failure. */
+/* launch.cu, matmul.cu, gemv.cu, attention.cu: one op's kernels. `forms`: what else a kernel writes for the product that follows.
+ * A launch that fails sets cuda->failure. */
 int launch_prepare(struct kvg_error *err);
 void launch_embed(struct cuda_backend *cuda, const struct op *op);
 void launch_rmsnorm(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
@@ -166,10 +183,15 @@ void launch_gather(struct cuda_backend *cuda, const struct op *op);
 int matmul_prepare(struct kvg_error *err);
 /* Products whose matrices are of one kind, first_block unset. */
 void launch_products(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
+/* Whether products of n rows with this matrix take the kernel for few rows. */
+bool takes_gemv(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n);
+void launch_gemv(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
 /* What products of n rows with a matrix of this kind read; FORM_NONE: x itself. */
 enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n);
 int attention_prepare(struct kvg_error *err);
-void launch_attention(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
+/* rope: what the decoding kernel does before it attends; NULL = nothing, it has been done. */
+void launch_attention(struct cuda_backend *cuda, const struct op *op, const struct backend_rope *rope,
+                      const struct act_forms *forms);
 
 /* Notes a kernel's launch error, if any: "cuda: KERNEL of rows x cols, n rows: TEXT". */
 void cuda_launched(struct cuda_backend *cuda, const char *kernel, uint32_t rows, uint32_t cols, uint32_t n);

@@ -1,20 +1,28 @@
-/* Products for few rows of x: every weight is read once, for all of them. A warp owns ROWS rows of W; lanes take neighbouring
- * groups (or 16-byte pieces of a float row), so a load of a warp is 512 contiguous bytes. Row r of x meets the same operations in
- * the same order whatever n is.
+/* Products for few rows of x: every weight is read once, for all of them. A block takes 32 rows of W, a warp ROWS of them; lanes
+ * take neighbouring groups (or 16-byte pieces of a float row), so a load of a warp is 512 contiguous bytes. Row r of x meets the
+ * same operations in the same order whatever n is.
+ *
+ * 32 rows of W are a whole group of the next product's input, so a block can also do what follows (enum product_then): add to the
+ * residual stream and prepare its norm, or take gate and up together, and round the result for the next product.
  */
 #pragma once
 #include "gpu-worker/backend/cuda/device.cuh"
 
-static constexpr int GEMV_WARPS = 4, GEMV_MAX_COLS = 8;
+static constexpr int GEMV_BLOCK_ROWS = 32;
 
 /* Rows of W a warp takes: more when there are few columns, so that enough loads are in flight. */
 __host__ __device__ constexpr int gemv_rows(int cols)
 {
     return cols == 1 ? 4 : 2;
 }
-__host__ __device__ constexpr int gemv_block_rows(int cols)
+__host__ __device__ constexpr int gemv_threads(int cols)
 {
-    return GEMV_WARPS * gemv_rows(cols);
+    return GEMV_BLOCK_ROWS / gemv_rows(cols) * WARP;
+}
+/* For 128 registers a thread: with fewer some variants spill. */
+__host__ __device__ constexpr int gemv_blocks(int cols)
+{
+    return 512 / gemv_threads(cols);
 }
 
 /* Which product a block works on. */
@@ -26,23 +34,35 @@ __device__ __forceinline__ const struct product &product_of(const struct product
     return args.p[i];
 }
 
+__device__ __forceinline__ float finish_value(const struct products &args, const struct product &p, float *out, uint32_t row,
+                                              float value)
+{
+    if (p.bias)
+        value = add_rn(value, p.bias[row]);
+    return args.accumulate ? add_rn(*out, value) : value;
+}
+
 __device__ __forceinline__ void store_product(const struct products &args, const struct product &p, uint32_t column, uint32_t row,
                                               float value)
 {
     if (column >= args.n || row >= p.w.rows)
         return;
     float *out = p.out + (size_t)column * p.w.rows + row;
-    if (p.bias)
-        value = add_rn(value, p.bias[row]);
-    *out = args.accumulate ? add_rn(*out, value) : value;
+    *out = finish_value(args, p, out, row, value);
 }
 
-/* Sums the lanes' parts and stores them: lane c * ROWS + r has column c of row r. */
+/* A block's sums, of a second product where gate and up go together, and the scale that each row of x still lacks. Rows are
+ * padded so that the lanes of a warp meet no bank twice. */
+template <int COLS>
+struct gemv_results {
+    float sums[2][COLS][GEMV_BLOCK_ROWS + 4], scale[COLS];
+};
+
+/* Sums the lanes' parts: lane c * ROWS + r keeps column c of row r. */
 template <int ROWS, int COLS>
-__device__ __forceinline__ void store_sums(const struct products &args, const struct product &p, uint32_t row0,
-                                           float acc[ROWS][COLS])
+__device__ __forceinline__ void keep_sums(float sums[COLS][GEMV_BLOCK_ROWS + 4], const float acc[ROWS][COLS])
 {
-    uint32_t lane = threadIdx.x % WARP;
+    uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     float mine = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
@@ -53,7 +73,73 @@ __device__ __forceinline__ void store_sums(const struct products &args, const st
                 mine = sum;
         }
     if (lane < ROWS * COLS)
-        store_product(args, p, lane / ROWS, row0 + lane % ROWS, mine);
+        sums[lane / ROWS][warp * ROWS + lane % ROWS] = mine;
+}
+
+/* 1 / sqrt(mean x^2 + eps) of each row, from the parts of the sums of squares. */
+template <int COLS>
+__device__ __forceinline__ void load_row_scales(const struct products &args, float scale[COLS])
+{
+    const struct row_scale &from = args.scale;
+    if (!from.squares)
+        return;
+    for (uint32_t c = threadIdx.x / WARP; c < min((uint32_t)COLS, args.n); c += gemv_threads(COLS) / WARP) {
+        float sum = 0;
+        for (uint32_t i = threadIdx.x % WARP; i < from.parts; i += WARP)
+            sum += from.squares[c * from.parts + i];
+        sum = warp_sum(sum);
+        if (threadIdx.x % WARP == 0)
+            scale[c] = 1.0f / sqrtf(sum / (float)(from.parts * GEMV_BLOCK_ROWS) + from.eps);
+    }
+}
+
+/* Four values of the next product's input; all 8 lanes of a group call. */
+__device__ __forceinline__ void store_next(const struct next_input &next, uint32_t column, uint32_t row, uint32_t cols,
+                                           const float v[4])
+{
+    if (next.rounded)
+        store_group(next.acts, column, row / 32, row / 4 % 8, v);
+    else
+        stf4(next.out + (size_t)column * cols + row, make_float4(v[0], v[1], v[2], v[3]));
+}
+
+/* After a barrier: 8 neighbouring threads finish a column's 32 values. */
+template <int COLS>
+__device__ __forceinline__ void finish_products(const struct products &args, const struct product &p, uint32_t block_row,
+                                                const struct gemv_results<COLS> &results)
+{
+    uint32_t c = threadIdx.x / 8, r = threadIdx.x % 8 * 4, row = block_row + r;
+    if (c >= COLS || c >= args.n)
+        return;
+    float scale = args.scale.squares ? results.scale[c] : 1.0f, v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        v[i] = results.sums[0][c][r + i] * scale;
+    if (args.then == THEN_GATE) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            v[i] = v[i] / (1.0f + expf(-v[i])) * (results.sums[1][c][r + i] * scale);
+        store_next(args.next, c, row, p.w.rows, v);
+        return;
+    }
+    float *out = p.out + (size_t)c * p.w.rows + row, squares = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+        if (row + i < p.w.rows)
+            out[i] = v[i] = finish_value(args, p, out + i, row + i, v[i]);
+    if (args.then != THEN_NORM)
+        return;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        squares = fmaf(v[i], v[i], squares);
+        v[i] = mul_rn(v[i], args.next.norm[row + i]);
+    }
+#pragma unroll
+    for (int step = 4; step; step >>= 1)
+        squares += __shfl_xor_sync(0xffu << (threadIdx.x & 24), squares, step);
+    if (r == 0)
+        args.next.squares[c * (p.w.rows / GEMV_BLOCK_ROWS) + block_row / GEMV_BLOCK_ROWS] = squares;
+    store_next(args.next, c, row, p.w.rows, v);
 }
 
 template <int KIND>
@@ -78,29 +164,25 @@ __device__ __forceinline__ void load_group(const struct matrix &w, size_t at, st
     }
 }
 
-template <int KIND, int COLS>
-__global__ void __launch_bounds__(GEMV_WARPS *WARP, 2) gemv_quant_kernel(struct products args, struct acts acts)
+/* acc[r][c] += rows row0.. of W times the rows of x, this lane's groups. */
+template <int KIND, int ROWS, int COLS>
+__device__ __forceinline__ void multiply_groups(const struct matrix &w, uint32_t row0, const struct acts &acts, uint32_t n,
+                                                float acc[ROWS][COLS])
 {
-    constexpr int ROWS = gemv_rows(COLS);
     typedef kind_traits<KIND> traits;
-    const struct product &p = product_of(args, blockIdx.x);
-    uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, groups = p.w.ld;
-    uint32_t row0 = ((blockIdx.x - p.first_block) * GEMV_WARPS + warp) * ROWS;
-    if (row0 >= p.w.rows)
-        return;
-    float acc[ROWS][COLS] = {};
-    for (uint32_t g = lane; g < groups; g += WARP) {
+    uint32_t groups = w.ld;
+    for (uint32_t g = threadIdx.x % WARP; g < groups; g += WARP) {
         struct group_words<KIND> words[ROWS];
         struct group_scale scale[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            size_t row = min(row0 + r, p.w.rows - 1);
-            load_group<KIND>(p.w, row * groups + g, &words[r]);
-            scale[r] = load_scale<KIND>(p.w, row, g);
+            size_t row = min(row0 + r, w.rows - 1);
+            load_group<KIND>(w, row * groups + g, &words[r]);
+            scale[r] = load_scale<KIND>(w, row, g);
         }
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            size_t at = (size_t)min((uint32_t)c, args.n - 1) * groups + g;
+            size_t at = (size_t)min((uint32_t)c, n - 1) * groups + g;
             uint4 x0 = ld128(acts.q + at * 16), x1 = ld128(acts.q + acts.plane + at * 16), raw = ld128(&acts.groups[at]);
             const uint32_t xl[4] = {x0.x, x0.y, x0.z, x0.w}, xh[4] = {x1.x, x1.y, x1.z, x1.w};
             float d = __uint_as_float(raw.x), s = __uint_as_float(raw.y);
@@ -119,7 +201,24 @@ __global__ void __launch_bounds__(GEMV_WARPS *WARP, 2) gemv_quant_kernel(struct 
             }
         }
     }
-    store_sums<ROWS, COLS>(args, p, row0, acc);
+}
+
+template <int KIND, int COLS>
+__global__ void __launch_bounds__(gemv_threads(COLS), gemv_blocks(COLS)) gemv_quant_kernel(struct products args, struct acts acts)
+{
+    constexpr int ROWS = gemv_rows(COLS);
+    CU_SHARED(gemv_results<COLS>, results);
+    const struct product &p = product_of(args, blockIdx.x);
+    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS, row0 = block_row + threadIdx.x / WARP * ROWS;
+    load_row_scales<COLS>(args, results.scale);
+    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++) {
+        float acc[ROWS][COLS] = {};
+        if (row0 < p.w.rows)
+            multiply_groups<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, row0, acts, args.n, acc);
+        keep_sums<ROWS, COLS>(results.sums[pass], acc);
+    }
+    __syncthreads();
+    finish_products<COLS>(args, p, block_row, results);
 }
 
 /* ---- float weights ---- */
@@ -140,27 +239,23 @@ __device__ __forceinline__ void unpack_floats(uint4 raw, float out[])
     }
 }
 
-/* x [n][cols] f32; a multiple of 4 columns is read 16 bytes at a time. */
-template <int KIND, int COLS>
-__global__ void __launch_bounds__(GEMV_WARPS *WARP, 2) gemv_float_kernel(struct products args, const float *__restrict__ x)
+/* acc[r][c] += rows row0.. of W times the rows of x, this lane's columns; a multiple of 4 columns is read 16 bytes at a time. */
+template <int KIND, int ROWS, int COLS>
+__device__ __forceinline__ void multiply_floats(const struct matrix &w, uint32_t row0, const float *__restrict__ x, uint32_t n,
+                                                float acc[ROWS][COLS])
 {
-    constexpr int ROWS = gemv_rows(COLS), STEP = KIND == MATRIX_F32 ? 4 : 8, BYTES = KIND == MATRIX_F32 ? 4 : 2;
-    const struct product &p = product_of(args, blockIdx.x);
-    uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, cols = p.w.cols;
-    uint32_t row0 = ((blockIdx.x - p.first_block) * GEMV_WARPS + warp) * ROWS;
-    if (row0 >= p.w.rows)
-        return;
-    float acc[ROWS][COLS] = {};
-    for (uint32_t k = lane * STEP; k < cols; k += WARP * STEP) {
-        float w[ROWS][STEP];
+    constexpr int STEP = KIND == MATRIX_F32 ? 4 : 8, BYTES = KIND == MATRIX_F32 ? 4 : 2;
+    uint32_t cols = w.cols;
+    for (uint32_t k = threadIdx.x % WARP * STEP; k < cols; k += WARP * STEP) {
+        float values[ROWS][STEP];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            size_t row = min(row0 + r, p.w.rows - 1);
-            unpack_floats<KIND>(ldg_stream((const uint4 *)(p.w.codes + (row * p.w.ld + k) * BYTES)), w[r]);
+            size_t row = min(row0 + r, w.rows - 1);
+            unpack_floats<KIND>(ldg_stream((const uint4 *)(w.codes + (row * w.ld + k) * BYTES)), values[r]);
         }
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            const float *xc = x + (size_t)min((uint32_t)c, args.n - 1) * cols + k;
+            const float *xc = x + (size_t)min((uint32_t)c, n - 1) * cols + k;
             float v[STEP];
             if (cols % 4 == 0) {
 #pragma unroll
@@ -177,8 +272,26 @@ __global__ void __launch_bounds__(GEMV_WARPS *WARP, 2) gemv_float_kernel(struct 
             for (int r = 0; r < ROWS; r++)
 #pragma unroll
                 for (int i = 0; i < STEP; i++)
-                    acc[r][c] = fmaf(v[i], w[r][i], acc[r][c]);
+                    acc[r][c] = fmaf(v[i], values[r][i], acc[r][c]);
         }
     }
-    store_sums<ROWS, COLS>(args, p, row0, acc);
+}
+
+/* x [n][cols] f32. */
+template <int KIND, int COLS>
+__global__ void __launch_bounds__(gemv_threads(COLS), gemv_blocks(COLS)) gemv_float_kernel(struct products args, const float *x)
+{
+    constexpr int ROWS = gemv_rows(COLS);
+    CU_SHARED(gemv_results<COLS>, results);
+    const struct product &p = product_of(args, blockIdx.x);
+    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS, row0 = block_row + threadIdx.x / WARP * ROWS;
+    load_row_scales<COLS>(args, results.scale);
+    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++) {
+        float acc[ROWS][COLS] = {};
+        if (row0 < p.w.rows)
+            multiply_floats<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, row0, x, args.n, acc);
+        keep_sums<ROWS, COLS>(results.sums[pass], acc);
+    }
+    __syncthreads();
+    finish_products<COLS>(args, p, block_row, results);
 }

@@ -67,18 +67,49 @@ struct product {
     float *out;
     uint32_t first_block; /* of the launch */
 };
+/* The scale of a norm that x still lacks: 1 / sqrt(sum of `parts` parts / (32 parts) + eps) of each row. */
+struct row_scale {
+    const float *squares; /* [n][parts] sums of squares of 32 values each; NULL = x is whole */
+    uint32_t parts;
+    float eps;
+};
+
+/* What follows the products, of whole groups of 32 rows of W, for up to 8 rows of x:
+ *   THEN_NORM   one product, added to the residual stream: next = out * norm, which lacks its row_scale, and `squares`
+ *   THEN_GATE   two products: next = silu(first) * second; their own outs are not written */
+enum { GEMV_ROWS_MAX = 8 };
+enum product_then { THEN_NOTHING, THEN_NORM, THEN_GATE };
+struct next_input {
+    const float *norm;
+    float *squares;
+    float *out;       /* f32, or */
+    struct acts acts; /* rounded */
+    bool rounded;
+};
+
 enum { PRODUCTS_MAX = 4 };
 struct products {
     struct product p[PRODUCTS_MAX];
     uint32_t count, n; /* n: rows of x */
     bool accumulate;
+    enum product_then then;
+    struct row_scale scale;
+    struct next_input next;
 };
 
-/* KV pool: [block][layer][k, v][kv head][slot][head_dim] bf16; one layer's view of it. */
+/* KV pool: [block][layer][k, v][kv head][slot][head_dim] values, behind them, in int8, [k, v][kv head][slot] f32 scales; one
+ * layer's view of it. */
+enum kv_store { STORE_BF16, STORE_FP8, STORE_INT8, KV_STORES };
 struct kv_view {
-    uint16_t *k, *v;
-    size_t block_values; /* from block to block */
+    uint8_t *k, *v;
+    float *k_scales, *v_scales; /* STORE_INT8 */
+    size_t block_bytes;         /* from block to block */
     uint32_t n_heads, n_kv_heads, head_dim, block_size, block_shift;
+};
+
+/* Where a value lies: bytes for k and v, floats for scales. */
+struct kv_place {
+    size_t values, scale;
 };
 
 /* Where a row of the step stands. */

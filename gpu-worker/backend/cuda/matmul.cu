@@ -3,22 +3,17 @@
 #include "gpu-worker/backend/cuda/cuda_internal.h"
 
 typedef void (*quant_function)(struct products, struct acts);
-typedef void (*float_function)(struct products, const float *);
 typedef void (*half_function)(struct products, const uint16_t *);
 
-static constexpr int COL_BUCKETS = 4; /* 1, 2, 4, 8 columns */
 struct quant_kernels {
-    quant_function gemv[COL_BUCKETS], narrow, wide; /* narrow: up to 16 rows, wide: 64 a block */
+    quant_function narrow, wide; /* narrow: up to 16 rows, wide: 64 a block */
     size_t narrow_shared, wide_shared;
 };
 
 template <int KIND>
 static constexpr struct quant_kernels quant_kernels_of()
 {
-    return {{gemv_quant_kernel<KIND, 1>, gemv_quant_kernel<KIND, 2>, gemv_quant_kernel<KIND, 4>, gemv_quant_kernel<KIND, 8>},
-            gemm_quant_kernel<KIND, 16>,
-            gemm_quant_kernel<KIND, 64>,
-            gemm_quant_shared<KIND, 16>(),
+    return {gemm_quant_kernel<KIND, 16>, gemm_quant_kernel<KIND, 64>, gemm_quant_shared<KIND, 16>(),
             gemm_quant_shared<KIND, 64>()};
 }
 
@@ -26,13 +21,6 @@ static const struct quant_kernels quant_kernels[MATRIX_KINDS - MATRIX_SCALE_4] =
     quant_kernels_of<MATRIX_SCALE_4>(),     quant_kernels_of<MATRIX_SCALE_5>(),  quant_kernels_of<MATRIX_SCALE_8>(),
     quant_kernels_of<MATRIX_MIN_4>(),       quant_kernels_of<MATRIX_MIN_5>(),    quant_kernels_of<MATRIX_SUPER_MIN_4>(),
     quant_kernels_of<MATRIX_SUPER_MIN_5>(), quant_kernels_of<MATRIX_SUPER16_6>()};
-
-static const float_function float_gemv[3][COL_BUCKETS] = {{gemv_float_kernel<MATRIX_F32, 1>, gemv_float_kernel<MATRIX_F32, 2>,
-                                                           gemv_float_kernel<MATRIX_F32, 4>, gemv_float_kernel<MATRIX_F32, 8>},
-                                                          {gemv_float_kernel<MATRIX_F16, 1>, gemv_float_kernel<MATRIX_F16, 2>,
-                                                           gemv_float_kernel<MATRIX_F16, 4>, gemv_float_kernel<MATRIX_F16, 8>},
-                                                          {gemv_float_kernel<MATRIX_BF16, 1>, gemv_float_kernel<MATRIX_BF16, 2>,
-                                                           gemv_float_kernel<MATRIX_BF16, 4>, gemv_float_kernel<MATRIX_BF16, 8>}};
 
 static const half_function half_gemm[2][2] = {{gemm_float_kernel<MATRIX_F16, 16>, gemm_float_kernel<MATRIX_F16, 64>},
                                               {gemm_float_kernel<MATRIX_BF16, 16>, gemm_float_kernel<MATRIX_BF16, 64>}};
@@ -57,9 +45,9 @@ int matmul_prepare(struct kvg_error *err)
 
 /* In deterministic mode the number of rows chooses no kernel but among those with equal bits: both widths of a GEMM, all of the
  * GEMVs. */
-static bool takes_gemv(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n)
+bool takes_gemv(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n)
 {
-    return w->kind == MATRIX_F32 || (n <= GEMV_MAX_COLS && !cuda->options.deterministic);
+    return w->kind == MATRIX_F32 || (n <= GEMV_ROWS_MAX && !cuda->options.deterministic);
 }
 
 enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n)
@@ -72,61 +60,31 @@ enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *
 }
 
 /* Blocks of all products, and where each one's begin. */
-static uint32_t count_blocks(struct products *products, uint32_t block_rows)
+static uint32_t count_blocks(struct products *products)
 {
     uint32_t blocks = 0;
     for (uint32_t i = 0; i < products->count; i++) {
         products->p[i].first_block = blocks;
-        blocks += (products->p[i].w.rows + block_rows - 1) / block_rows;
+        blocks += (products->p[i].w.rows + GEMM_N - 1) / GEMM_N;
     }
     return blocks;
-}
-
-static int bucket_of(uint32_t n)
-{
-    return n <= 1 ? 0 : n <= 2 ? 1 : n <= 4 ? 2 : 3;
-}
-
-/* F32 matrices have no tensor-core kernel: eight rows of x at a time. */
-static void launch_float_gemv(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
-{
-    uint32_t n = products->n;
-    float *outs[PRODUCTS_MAX];
-    for (uint32_t i = 0; i < products->count; i++)
-        outs[i] = products->p[i].out;
-    for (uint32_t first = 0; first < n; first += GEMV_MAX_COLS) {
-        products->n = n - first < GEMV_MAX_COLS ? n - first : (uint32_t)GEMV_MAX_COLS;
-        int bucket = bucket_of(products->n);
-        for (uint32_t i = 0; i < products->count; i++)
-            products->p[i].out = outs[i] + (size_t)first * products->p[i].w.rows;
-        uint32_t blocks = count_blocks(products, gemv_block_rows(1 << bucket));
-        CU_LAUNCH(float_gemv[products->p[0].w.kind][bucket], blocks, GEMV_WARPS * WARP, 0, cuda->stream, *products,
-                  x->data + (size_t)first * x->cols);
-    }
-    products->n = n;
 }
 
 static void launch_quant(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
 {
     const struct quant_kernels &k = quant_kernels[products->p[0].w.kind - MATRIX_SCALE_4];
-    struct acts acts = cuda->acts;
+    struct acts acts = cuda->acts[cuda->acts_at];
     acts.n_groups = x->cols / QUANT_GROUP;
-    if (takes_gemv(cuda, &products->p[0].w, products->n)) {
-        int bucket = bucket_of(products->n);
-        uint32_t blocks = count_blocks(products, gemv_block_rows(1 << bucket));
-        CU_LAUNCH(k.gemv[bucket], blocks, GEMV_WARPS * WARP, 0, cuda->stream, *products, acts);
-    } else if (products->n <= 16) {
-        CU_LAUNCH(k.narrow, count_blocks(products, GEMM_N), GEMM_THREADS, k.narrow_shared, cuda->stream, *products, acts);
-    } else {
-        dim3 grid(count_blocks(products, GEMM_N), (products->n + 63) / 64);
-        CU_LAUNCH(k.wide, grid, GEMM_THREADS, k.wide_shared, cuda->stream, *products, acts);
-    }
+    bool wide = products->n > 16;
+    dim3 grid(count_blocks(products), wide ? (products->n + 63) / 64 : 1);
+    CU_LAUNCH(wide ? k.wide : k.narrow, grid, GEMM_THREADS, wide ? k.wide_shared : k.narrow_shared, cuda->stream, *products,
+              acts);
 }
 
 static void launch_half(struct cuda_backend *cuda, struct products *products)
 {
     bool wide = products->n > 16;
-    dim3 grid(count_blocks(products, GEMM_N), wide ? (products->n + 63) / 64 : 1);
+    dim3 grid(count_blocks(products), wide ? (products->n + 63) / 64 : 1);
     CU_LAUNCH(half_gemm[products->p[0].w.kind - MATRIX_F16][wide], grid, GEMM_THREADS,
               wide ? gemm_float_shared<64>() : gemm_float_shared<16>(), cuda->stream, *products, cuda->halves);
 }
@@ -134,10 +92,10 @@ static void launch_half(struct cuda_backend *cuda, struct products *products)
 void launch_products(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
 {
     const struct matrix *w = &products->p[0].w;
-    if (!matrix_is_float(w))
+    if (takes_gemv(cuda, w, products->n))
+        launch_gemv(cuda, products, x);
+    else if (!matrix_is_float(w))
         launch_quant(cuda, products, x);
-    else if (takes_gemv(cuda, w, products->n))
-        launch_float_gemv(cuda, products, x);
     else
         launch_half(cuda, products);
     cuda_launched(cuda, "matmul", w->rows, w->cols, products->n);

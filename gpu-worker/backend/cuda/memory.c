@@ -57,16 +57,19 @@ int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows,
 static int grow_groups(struct cuda_backend *cuda, uint32_t groups, struct kvg_error *err)
 {
     size_t all = (size_t)cuda->most_rows * groups;
-    int failed;
     if (groups <= cuda->widest_groups)
         return 0;
-    cudaFree(cuda->acts.q);
-    cudaFree(cuda->acts.groups);
-    cuda->acts = (struct acts){.plane = all * 16};
     cuda->widest_groups = 0;
-    if ((failed = cuda_alloc((void **)&cuda->acts.q, 2 * all * 16, "quantized activations", err)) ||
-        (failed = cuda_alloc((void **)&cuda->acts.groups, all * sizeof *cuda->acts.groups, "scales of activations", err)))
-        return failed;
+    for (int i = 0; i < 2; i++) {
+        struct acts *acts = &cuda->acts[i];
+        int failed;
+        cudaFree(acts->q);
+        cudaFree(acts->groups);
+        *acts = (struct acts){.plane = all * 16};
+        if ((failed = cuda_alloc((void **)&acts->q, 2 * all * 16, "quantized activations", err)) ||
+            (failed = cuda_alloc((void **)&acts->groups, all * sizeof *acts->groups, "scales of activations", err)))
+            return failed;
+    }
     cuda->widest_groups = groups;
     return 0;
 }
@@ -161,14 +164,9 @@ int cuda_weight(struct backend *backend, struct tensor **out, const struct backe
 
 /* ---- KV pool ---- */
 
-static size_t kv_layer_values(const struct backend_kv *kv)
-{
-    return (size_t)kv->block_size * kv->n_kv_heads * kv->head_dim;
-}
-
 size_t cuda_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv)
 {
-    return kv->n_layers * 2 * kv_layer_values(kv) * sizeof(uint16_t);
+    return kv->n_layers * kv_layer_bytes(kv);
 }
 
 static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
@@ -177,8 +175,8 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
         return kvg_fail(err, KVG_INVALID, "block size %u is not a power of two from 16 to 512", kv->block_size);
     if (kv->head_dim == 0 || kv->head_dim % 8 || kv->head_dim > 256)
         return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 8 up to 256", kv->head_dim);
-    if (kv->dtype != KV_AUTO && kv->dtype != KV_BF16)
-        return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype: the CUDA backend keeps KV as bfloat16 only");
+    if (kv->dtype == KV_F16)
+        return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype f16: the CUDA backend keeps KV as bf16, fp8 or int8");
     if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
     return 0;
@@ -191,6 +189,12 @@ static int alloc_parts(struct cuda_backend *cuda, struct kvg_error *err)
     return failed ? failed : cuda_alloc((void **)&cuda->parts.ml, n * sizeof(float2), "splits of attention", err);
 }
 
+static int alloc_squares(struct cuda_backend *cuda, struct kvg_error *err)
+{
+    return cuda_alloc((void **)&cuda->squares, (size_t)GEMV_ROWS_MAX * (cuda->widest_output / QUANT_GROUP + 1) * sizeof(float),
+                      "sums of squares", err);
+}
+
 int cuda_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err)
 {
     struct cuda_backend *cuda = cuda_of(backend);
@@ -199,7 +203,7 @@ int cuda_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct k
     if (failed)
         return failed;
     cuda->kv = *kv;
-    if ((failed = alloc_parts(cuda, err)) || (failed = cuda_open_step(cuda, err)) ||
+    if ((failed = alloc_parts(cuda, err)) || (failed = alloc_squares(cuda, err)) || (failed = cuda_open_step(cuda, err)) ||
         (failed = cuda_open_sampling(cuda, cuda->widest_output, err)))
         return failed;
     cudaMemGetInfo(&free_bytes, &total);
@@ -241,9 +245,12 @@ void cuda_free_memory(struct cuda_backend *cuda)
         free(tensor->host);
         free(tensor);
     }
-    cudaFree(cuda->acts.q);
-    cudaFree(cuda->acts.groups);
+    for (int i = 0; i < 2; i++) {
+        cudaFree(cuda->acts[i].q);
+        cudaFree(cuda->acts[i].groups);
+    }
     cudaFree(cuda->halves);
+    cudaFree(cuda->squares);
     cudaFree(cuda->parts.o);
     cudaFree(cuda->parts.ml);
     cudaFree(cuda->kv_memory);

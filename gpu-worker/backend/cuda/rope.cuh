@@ -1,50 +1,70 @@
-/* Rotation of queries and keys, with the append of keys and values to the KV pool. One block a row. */
+/* Rotation of queries and keys, with the append of keys and values to the KV pool. */
 #pragma once
 #include "gpu-worker/backend/cuda/forms.cuh"
+#include "gpu-worker/backend/cuda/kv.cuh"
 
 struct rope_args {
     float *q, *k;
-    const float *v, *angles;
+    const float *v, *angles; /* angles NULL: it has been done */
     uint32_t q_cols, kv_cols, rotated;
     bool interleaved;
 };
 
-__device__ __forceinline__ uint16_t bf16_bits(float x)
+/* Values d..d+7 of a head, rotated; zeros past its end. */
+__device__ __forceinline__ void rotate_eight(const struct rope_args &args, const float *head, uint32_t head_dim, uint32_t d,
+                                             const float *angles, float out[8])
 {
-    return __nv_bfloat16_raw(__float2bfloat16_rn(x)).x;
+    uint32_t half = args.rotated / 2;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t c = d + i;
+        out[i] = c < head_dim ? head[c] : 0.0f;
+        if (c >= args.rotated || c >= head_dim)
+            continue;
+        bool first = args.interleaved ? c % 2 == 0 : c < half;
+        uint32_t pair = args.interleaved ? c / 2 : c % half;
+        float other = head[args.interleaved ? c ^ 1 : first ? c + half : c - half];
+        float cosine = angles[2 * pair], sine = angles[2 * pair + 1];
+        out[i] = first ? fmaf(out[i], cosine, -mul_rn(other, sine)) : fmaf(other, sine, mul_rn(out[i], cosine));
+    }
 }
 
-/* Rotates q and k in place, and appends k and v to the row's block. */
+/* Values d..d+7 of a head, unless they lie past its end. */
+__device__ __forceinline__ void load_eight(const float *head, uint32_t head_dim, uint32_t d, float out[8])
+{
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++)
+        out[i] = d < head_dim ? head[d + i] : 0.0f;
+}
+
+/* Rotates q and k in place, a thread a pair, then appends k and v to the row's block, a warp a head. One block a row. */
+template <int STORE>
 __global__ void __launch_bounds__(ROW_THREADS) rope_store_kernel(struct rope_args args, struct kv_view kv, struct step_view step)
 {
     size_t row = blockIdx.x;
-    uint32_t half = args.rotated / 2, rest = kv.head_dim - args.rotated;
+    uint32_t half = args.rotated / 2, d = threadIdx.x % WARP * 8;
     const struct row_state place = step.rows[row];
-    bool stored = place.block != NO_BLOCK;
-    size_t base = stored ? (size_t)place.block * kv.block_values + (size_t)place.slot * kv.head_dim : 0;
-    size_t head_values = (size_t)kv.block_size * kv.head_dim;
-    const float *angles = args.angles + row * args.rotated;
-
+    const float *angles = args.angles + row * args.rotated, *v_row = args.v + row * args.kv_cols;
+    float *q_row = args.q + row * args.q_cols, *k_row = args.k + row * args.kv_cols;
     for (uint32_t i = threadIdx.x; i < (kv.n_heads + kv.n_kv_heads) * half; i += ROW_THREADS) {
-        uint32_t h = i / half, pair = i % half, kv_head = h - kv.n_heads;
+        uint32_t h = i / half, pair = i % half;
         uint32_t a = args.interleaved ? 2 * pair : pair, b = args.interleaved ? 2 * pair + 1 : pair + half;
-        float *head =
-            h < kv.n_heads ? args.q + row * args.q_cols + h * kv.head_dim : args.k + row * args.kv_cols + kv_head * kv.head_dim;
+        float *head = h < kv.n_heads ? q_row + h * kv.head_dim : k_row + (h - kv.n_heads) * kv.head_dim;
         float c = angles[2 * pair], s = angles[2 * pair + 1], x = head[a], y = head[b];
-        float rx = fmaf(x, c, -mul_rn(y, s)), ry = fmaf(x, s, mul_rn(y, c));
-        head[a] = rx;
-        head[b] = ry;
-        if (h >= kv.n_heads && stored) {
-            kv.k[base + kv_head * head_values + a] = bf16_bits(rx);
-            kv.k[base + kv_head * head_values + b] = bf16_bits(ry);
-        }
+        head[a] = fmaf(x, c, -mul_rn(y, s));
+        head[b] = fmaf(x, s, mul_rn(y, c));
     }
-    if (!stored)
+    __syncthreads();
+    if (place.block == NO_BLOCK)
         return;
-    for (uint32_t i = threadIdx.x; i < kv.n_kv_heads * rest; i += ROW_THREADS) {
-        uint32_t h = i / rest, d = args.rotated + i % rest;
-        kv.k[base + h * head_values + d] = bf16_bits(args.k[row * args.kv_cols + h * kv.head_dim + d]);
+    for (uint32_t h = threadIdx.x / WARP; h < 2 * kv.n_kv_heads; h += ROW_THREADS / WARP) {
+        bool is_k = h < kv.n_kv_heads;
+        uint32_t kv_head = h % kv.n_kv_heads;
+        float v[8], scale;
+        load_eight((is_k ? k_row : v_row) + kv_head * kv.head_dim, kv.head_dim, d, v);
+        uint4 packed = pack_head<STORE, WARP>(v, &scale);
+        if (d < kv.head_dim)
+            store_head<STORE>(is_k ? kv.k : kv.v, is_k ? kv.k_scales : kv.v_scales,
+                              kv_at<STORE>(kv, place.block, place.slot, kv_head), d, packed, scale);
     }
-    for (uint32_t i = threadIdx.x; i < args.kv_cols; i += ROW_THREADS)
-        kv.v[base + i / kv.head_dim * head_values + i % kv.head_dim] = bf16_bits(args.v[row * args.kv_cols + i]);
 }

@@ -15,15 +15,20 @@ int cuda_backend_open(struct backend **out, const struct backend_options *option
 static char path[64];
 static uint32_t ids[SEQS][PROMPT + STEPS];
 
-static void write_model(const char *type, const char *arch)
+static void write_layers(const char *type, const char *arch, int layers)
 {
     char command[400];
     snprintf(path, sizeof path, "/tmp/kvgate-cuda-model-%d.gguf", (int)getpid());
     snprintf(command, sizeof command,
-             "python3 tests/tools/toy_model.py %s random --type %s --arch %s --hidden 256 --layers 2 --heads 4 --kv-heads 2 "
+             "python3 tests/tools/toy_model.py %s random --type %s --arch %s --hidden 256 --layers %d --heads 4 --kv-heads 2 "
              "--head-dim 64 --ffn 512 --tied",
-             path, type, arch);
+             path, type, arch, layers);
     assert_int_equal(system(command), 0);
+}
+
+static void write_model(const char *type, const char *arch)
+{
+    write_layers(type, arch, 2);
 }
 
 static struct model *open_model(const char *device, bool deterministic, bool eager)
@@ -175,11 +180,38 @@ static void test_deterministic_mode_does_not_see_the_batch(void **unused)
     }
 }
 
+/* Kernels of an eager decode step of n sequences; the model has so many layers. */
+static unsigned long decode_launches(const char *type, int layers, uint32_t n)
+{
+    static float out[SEQS][VOCAB_MOST];
+    uint32_t past[SEQS] = {0}, one[SEQS];
+    write_layers(type, "llama", layers);
+    struct model *model = open_model("cuda", false, true);
+    random_ids(model_info(model)->n_vocab);
+    for (uint32_t s = 0; s < SEQS; s++)
+        one[s] = 1;
+    unsigned long before = launches();
+    step(model, n, past, one, out);
+    unsigned long n_launches = launches() - before;
+    model_close(model);
+    unlink(path);
+    return n_launches;
+}
+
+static void test_a_layer_of_a_decode_step_is_six_kernels(void **unused)
+{
+    static const char *const types[] = {"Q4_0", "BF16"};
+    for (size_t t = 0; t < sizeof types / sizeof *types; t++)
+        for (uint32_t n = 1; n <= SEQS; n += SEQS - 1)
+            assert_launches(decode_launches(types[t], 4, n) - decode_launches(types[t], 2, n), 2 * 6);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_logits_are_the_cpus_within_a_bound),
         cmocka_unit_test(test_deterministic_mode_does_not_see_the_batch),
+        cmocka_unit_test(test_a_layer_of_a_decode_step_is_six_kernels),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

@@ -211,20 +211,104 @@ static void test_norm_gate_and_gather(void **unused)
     }
 }
 
+/* ---- what follows a product ---- */
+
+enum { HIDDEN = 96, FFN = 160 };
+
+/* x += O a; n = norm(x); g = silu(G n) * (U n); x += D g; n = norm(x); out = O n: x and out to result. */
+static void run_half_layer(bool cuda, const struct quant_format *format, uint8_t *const rows[4], uint32_t n, float *result)
+{
+    static const uint32_t shapes[4][2] = {{HIDDEN, HIDDEN}, {FFN, HIDDEN}, {FFN, HIDDEN}, {HIDDEN, FFN}};
+    struct backend *b = open_twin(cuda, false);
+    struct tensor *x_table = new_table(b, values, n, HIDDEN), *a_table = new_table(b, other, n, HIDDEN), *w[4];
+    struct tensor *norm = new_weight(b, &quant_f32, values + 7, 1, HIDDEN, WEIGHT_VECTOR);
+    struct tensor *bias = new_weight(b, &quant_f32, other + 7, 1, HIDDEN, WEIGHT_VECTOR);
+    struct tensor *x = new_activation(b, TWIN_ROWS, HIDDEN), *a = new_activation(b, TWIN_ROWS, HIDDEN);
+    struct tensor *normed = new_activation(b, TWIN_ROWS, HIDDEN), *out = new_activation(b, TWIN_ROWS, HIDDEN);
+    struct tensor *gate = new_activation(b, TWIN_ROWS, FFN), *up = new_activation(b, TWIN_ROWS, FFN);
+    for (int i = 0; i < 4; i++)
+        w[i] = new_weight(b, format, rows[i], shapes[i][0], shapes[i][1], WEIGHT_MATMUL);
+    struct backend_matmul add = {.count = 1, .weights = {w[0]}, .biases = {bias}, .outs = {x}, .accumulate = true};
+    struct backend_matmul both = {.count = 2, .weights = {w[1], w[2]}, .outs = {gate, up}};
+    struct backend_matmul down = {.count = 1, .weights = {w[3]}, .outs = {x}, .accumulate = true};
+    struct backend_matmul last = {.count = 1, .weights = {w[0]}, .outs = {out}};
+    new_pool(b, 1, 1, 16, 16);
+    begin_rows(b, n);
+    b->ops->embed(b, x_table, x);
+    b->ops->embed(b, a_table, a);
+    b->ops->matmul(b, n, a, &add);
+    b->ops->rmsnorm(b, n, x, norm, 1e-5f, normed);
+    b->ops->matmul(b, n, normed, &both);
+    b->ops->silu_mul(b, n, gate, up);
+    b->ops->matmul(b, n, gate, &down);
+    b->ops->rmsnorm(b, n, x, norm, 1e-5f, normed);
+    b->ops->matmul(b, n, normed, &last);
+    unsigned long before = launches();
+    end_rows(b);
+    if (cuda) /* embed twice, the form of a, four products */
+        assert_launches(launches() - before, format->scales == QUANT_FLOAT ? 6 : 7);
+    memcpy(result, b->ops->host(b, x), n * HIDDEN * sizeof *result);
+    memcpy(result + n * HIDDEN, b->ops->host(b, out), n * HIDDEN * sizeof *result);
+    close_twin(b);
+}
+
+/* Sums come in another order, and the int8 groups are those of x * norm, not scaled by x's length: where that moves a value past
+ * the middle of two steps, it moves by 1/127 of its group's largest. */
+static void test_products_do_what_follows_them(void **unused)
+{
+    static const struct quant_format *const formats[] = {&quant_bf16, &quant_f32, &quant_q8_0, &quant_q4_1};
+    static const uint32_t counts[] = {1, 2, 3, 8};
+    random_floats(values, MOST);
+    random_floats(other, MOST);
+    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+        bool exact = formats[f]->scales == QUANT_FLOAT;
+        uint8_t *rows[4];
+        for (int i = 0; i < 4; i++)
+            rows[i] = random_rows(formats[f], FFN, FFN);
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+            uint32_t n = counts[i] * HIDDEN * 2;
+            double error = 0, size = 0;
+            char what[64];
+            snprintf(what, sizeof what, "a half layer of %s, %u rows", formats[f]->name, counts[i]);
+            run_half_layer(false, formats[f], rows, counts[i], wanted);
+            run_half_layer(true, formats[f], rows, counts[i], got);
+            for (uint32_t v = 0; v < n; v++) {
+                error += fabs((double)got[v] - (double)wanted[v]);
+                size += fabs((double)wanted[v]);
+            }
+            assert_near(what, got, wanted, n, 1e-4, (exact ? 1e-5 : 0.03) * size / n);
+            if (!(error <= (exact ? 1e-6 : 1e-3) * size))
+                fail_msg("%s: mean error %g of %g", what, error / n, size / n);
+        }
+        for (int i = 0; i < 4; i++)
+            free(rows[i]);
+    }
+}
+
 /* ---- positions and the KV pool ---- */
 
 struct attention_case {
     uint32_t n_heads, n_kv_heads, head_dim, rotated, block_size;
     enum rope_style style;
     bool deterministic;
+    enum backend_kv_dtype dtype; /* on the CPU f16 takes the place of bf16 and fp8 */
 };
 
-/* Three sequences over two steps: a prompt of 90, one of 17 and one of 1 token; then one of 1, 3 and 1 tokens. The rows' q, k and
- * v are the same table everywhere, so keys of different sequences differ by position only where rope turns them. Attended rows of
- * the second step go to out. */
+enum { FIRST = 108, SECOND = 5, DECODES = 2, ALIVE = 3 };
+
+/* The nearest e4m3 value of |x| <= 1. */
+static float to_fp8(float x)
+{
+    float step = ldexpf(1, x == 0 ? -9 : (int)fmaxf((float)ilogbf(x) - 3, -9));
+    return rintf(x / step) * step;
+}
+
+/* Three sequences over four steps: a prompt of 90, one of 17 and one of 1 token; then one of 1, 3 and 1 tokens; then one token
+ * each, twice. The rows' q, k and v are the same table everywhere, so keys of different sequences differ by position only where
+ * rope turns them (fp8: it does not, so that keys are stored exactly). Attended rows go to out, q and k after the second step to
+ * turned. */
 static void attend(bool cuda, const struct attention_case *c, float *out, float *turned)
 {
-    enum { FIRST = 108, SECOND = 5 };
     struct backend *b = open_twin(cuda, c->deterministic);
     uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[FIRST], blocks[3][TWIN_BLOCKS / 3];
     struct tensor *q_table = new_table(b, values, FIRST, q_cols), *k_table = new_table(b, other, FIRST, kv_cols);
@@ -235,21 +319,25 @@ static void attend(bool cuda, const struct attention_case *c, float *out, float 
     float frequencies[128];
     struct kvg_error err;
     for (uint32_t i = 0; i < c->rotated / 2; i++)
-        frequencies[i] = powf(10000, -2.0f * (float)i / (float)c->rotated);
+        frequencies[i] = c->dtype == KV_FP8 ? 0 : powf(10000, -2.0f * (float)i / (float)c->rotated);
     struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
-    new_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size);
+    new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO);
     for (uint32_t i = 0; i < FIRST; i++)
         ids[i] = (i * 29 + 3) % FIRST;
     for (uint32_t s = 0; s < 3; s++)
         for (uint32_t i = 0; i < TWIN_BLOCKS / 3; i++)
             blocks[s][i] = (i * 23 + s * 7 + 1) % (TWIN_BLOCKS / 3) * 3 + s;
-    for (int step_index = 0; step_index < 2; step_index++) {
-        struct backend_seq first[3] = {{0, 90, 0, blocks[0]}, {90, 17, 0, blocks[1]}, {107, 1, 0, blocks[2]}};
-        struct backend_seq second[3] = {{0, 1, 90, blocks[0]}, {1, 3, 17, blocks[1]}, {4, 1, 1, blocks[2]}};
-        uint32_t n = step_index ? SECOND : FIRST;
-        struct backend_step step = {n, 3, 0, ids, ids, step_index ? second : first};
+    static const uint32_t n_rows[] = {FIRST, SECOND, ALIVE, ALIVE};
+    const struct backend_seq seqs[][3] = {{{0, 90, 0, blocks[0]}, {90, 17, 0, blocks[1]}, {107, 1, 0, blocks[2]}},
+                                          {{0, 1, 90, blocks[0]}, {1, 3, 17, blocks[1]}, {4, 1, 1, blocks[2]}},
+                                          {{0, 1, 91, blocks[0]}, {1, 1, 20, blocks[1]}, {2, 1, 2, blocks[2]}},
+                                          {{0, 1, 92, blocks[0]}, {1, 1, 21, blocks[1]}, {2, 1, 3, blocks[2]}}};
+    for (int i = 0; i < 2 + DECODES; i++) {
+        struct backend_step step = {n_rows[i], 3, 0, ids + i, ids, seqs[i]};
         struct backend_rope rope = {1, q, k, v, angles, c->style};
         struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), q, attended};
+        if (i == 0)
+            step.ids = ids;
         must(b->ops->begin_step(b, &step, &err), &err);
         b->ops->embed(b, q_table, q);
         b->ops->embed(b, k_table, k);
@@ -258,46 +346,90 @@ static void attend(bool cuda, const struct attention_case *c, float *out, float 
         b->ops->rope_store(b, &rope);
         b->ops->attention(b, &attention);
         end_rows(b);
-        memcpy(out, b->ops->host(b, attended), n * q_cols * sizeof *out);
-        out += n * q_cols;
+        memcpy(out, b->ops->host(b, attended), n_rows[i] * q_cols * sizeof *out);
+        out += n_rows[i] * q_cols;
+        if (i == 1) {
+            memcpy(turned, b->ops->host(b, q), SECOND * q_cols * sizeof *turned);
+            memcpy(turned + SECOND * q_cols, b->ops->host(b, k), SECOND * kv_cols * sizeof *turned);
+        }
     }
-    memcpy(turned, b->ops->host(b, q), SECOND * q_cols * sizeof *turned);
-    memcpy(turned + SECOND * q_cols, b->ops->host(b, k), SECOND * kv_cols * sizeof *turned);
     close_twin(b);
 }
 
 /* K and V are stored as bf16 (8 bits) here and as f16 on the CPU, tiles also round q and p to bf16: |v| <= 1, and a score moves
- * by at most 2^-8 sum|q k| / sqrt(d). */
+ * by at most 2^-8 sum|q k| / sqrt(d). int8 and fp8 are stored alike, or exactly. */
 static void check_attention(const struct attention_case *c)
 {
-    enum { ROWS = 113 };
-    static float turned[2][5 * 2 * 2048];
+    enum { ROWS = FIRST + SECOND + DECODES * ALIVE };
+    static float turned[2][SECOND * 2 * 2048];
     uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim;
     char what[100];
-    snprintf(what, sizeof what, "attention of %u/%u heads of %u%s", c->n_heads, c->n_kv_heads, c->head_dim,
-             c->deterministic ? ", deterministic" : "");
-    random_floats(values, 108 * q_cols);
-    random_floats(other, 2 * 108 * kv_cols);
+    snprintf(what, sizeof what, "attention of %u/%u heads of %u, %s%s", c->n_heads, c->n_kv_heads, c->head_dim,
+             backend_kv_dtype_name(c->dtype), c->deterministic ? ", deterministic" : "");
+    random_floats(values, FIRST * q_cols);
+    random_floats(other, 2 * FIRST * kv_cols);
+    for (uint32_t i = 0; c->dtype == KV_FP8 && i < 2 * FIRST * kv_cols; i++)
+        other[i] = to_fp8(other[i]);
     attend(false, c, wanted, turned[0]);
     attend(true, c, got, turned[1]);
-    assert_near("rotation", turned[1], turned[0], 5 * (q_cols + kv_cols), 2e-7, 1e-7);
+    assert_near("rotation", turned[1], turned[0], SECOND * (q_cols + kv_cols), 2e-7, 1e-7);
     assert_near(what, got, wanted, ROWS * q_cols, 0, 0.02);
-    double error = 0;
+    double error = 0, decoded = 0;
     for (uint32_t i = 0; i < ROWS * q_cols; i++)
         error += fabs((double)got[i] - (double)wanted[i]);
+    for (uint32_t i = (FIRST + SECOND) * q_cols; i < ROWS * q_cols; i++)
+        decoded += fabs((double)got[i] - (double)wanted[i]);
     if (error / (ROWS * q_cols) > 0.002)
         fail_msg("%s: mean error %g", what, error / (ROWS * q_cols));
+    if (!c->deterministic && decoded / (DECODES * ALIVE * q_cols) > (c->dtype == KV_FP8 ? 2e-6 : 0.001))
+        fail_msg("%s: mean error of decoded rows %g", what, decoded / (DECODES * ALIVE * q_cols));
 }
 
 static void test_attention_over_blocks(void **unused)
 {
     static const struct attention_case cases[] = {
-        {4, 4, 64, 64, 16, ROPE_INTERLEAVED, false}, {6, 2, 64, 32, 32, ROPE_HALVES, false},
-        {7, 1, 80, 80, 16, ROPE_HALVES, false},      {2, 1, 128, 128, 16, ROPE_HALVES, false},
-        {4, 1, 256, 64, 16, ROPE_HALVES, false},     {10, 1, 16, 16, 16, ROPE_HALVES, false},
-        {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true}, {6, 2, 64, 64, 16, ROPE_HALVES, true}};
+        {4, 4, 64, 64, 16, ROPE_INTERLEAVED, false, KV_BF16}, {6, 2, 64, 32, 32, ROPE_HALVES, false, KV_INT8},
+        {7, 1, 80, 80, 16, ROPE_HALVES, false, KV_AUTO},      {2, 1, 128, 128, 16, ROPE_HALVES, false, KV_FP8},
+        {4, 1, 256, 64, 16, ROPE_HALVES, false, KV_BF16},     {10, 1, 16, 16, 16, ROPE_HALVES, false, KV_INT8},
+        {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true, KV_INT8}, {6, 2, 64, 64, 16, ROPE_HALVES, true, KV_FP8},
+        {2, 1, 128, 128, 32, ROPE_INTERLEAVED, true, KV_BF16}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_attention(&cases[i]);
+}
+
+static void test_fp8_values_end_at_448_and_only_the_gpu_has_them(void **unused)
+{
+    struct backend *b = open_twin(true, false), *cpu = open_twin(false, false);
+    struct backend_kv kv = {2, 1, 1, 16, TWIN_BLOCKS, 16, KV_FP8};
+    struct kvg_error err;
+    uint32_t id = 0, block = 3;
+    struct backend_seq seq = {0, 1, 0, &block};
+    struct backend_step step = {1, 1, 0, &id, &id, &seq};
+    assert_int_equal(cpu->ops->kv_alloc(cpu, &kv, &err), KVG_UNSUPPORTED);
+    assert_string_equal(err.message, "--kv-cache-dtype fp8: the CPU backend keeps KV as f16, bf16 or int8");
+    for (int i = 0; i < 16; i++)
+        values[i] = i % 3 ? -3 - (float)i : i ? 1000 : -1e9f;
+    float frequencies[8] = {0};
+    struct tensor *table = new_table(b, values, 1, 16), *frequency = new_weight(b, &quant_f32, frequencies, 1, 8, WEIGHT_VECTOR);
+    struct tensor *q = new_activation(b, 1, 16), *k = new_activation(b, 1, 16), *v = new_activation(b, 1, 16);
+    struct tensor *out = new_activation(b, 1, 16), *angles = new_activation(b, 1, 16);
+    struct backend_rope rope = {0, q, k, v, angles, ROPE_HALVES};
+    struct backend_attention attention = {0, 1e-6f, q, out};
+    must(b->ops->kv_alloc(b, &kv, &err), &err);
+    must(b->ops->begin_step(b, &step, &err), &err);
+    struct tensor *const inputs[] = {q, k, v};
+    for (int i = 0; i < 3; i++)
+        b->ops->embed(b, table, inputs[i]);
+    b->ops->angles(b, frequency, angles);
+    b->ops->rope_store(b, &rope);
+    b->ops->attention(b, &attention);
+    end_rows(b);
+    const float *attended = b->ops->host(b, out);
+    for (int i = 0; i < 16; i++)
+        if (attended[i] != (i % 3 ? (i == 14 ? -16 : -3 - (float)i) : i ? 448 : -448)) /* -17 lies between -16 and -18 */
+            fail_msg("%g became %g", (double)values[i], (double)attended[i]);
+    close_twin(b);
+    close_twin(cpu);
 }
 
 /* ---- steps ---- */
@@ -332,7 +464,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_products_of_mixed_formats_share_their_input),
         cmocka_unit_test(test_embedding_is_exact_in_every_format),
         cmocka_unit_test(test_norm_gate_and_gather),
+        cmocka_unit_test(test_products_do_what_follows_them),
         cmocka_unit_test(test_attention_over_blocks),
+        cmocka_unit_test(test_fp8_values_end_at_448_and_only_the_gpu_has_them),
         cmocka_unit_test(test_bad_steps_are_refused),
     };
     if (argc > 1)

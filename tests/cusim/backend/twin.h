@@ -14,6 +14,24 @@
 #include "gpu-worker/backend/cuda_plugin.h"
 #include "gpu-worker/quant/f16.h"
 
+#ifdef ON_DEVICE /* a real one: nobody counts launches */
+static inline unsigned long launches(void)
+{
+    return 0;
+}
+static inline void assert_launches(unsigned long n, unsigned long wanted) {}
+#else
+#include "tests/cusim/control.h"
+static inline unsigned long launches(void)
+{
+    return cusim_launches();
+}
+static inline void assert_launches(unsigned long n, unsigned long wanted)
+{
+    assert_int_equal(n, wanted);
+}
+#endif
+
 kvgate_cuda_open_function kvgate_cuda_open; /* linked, not loaded */
 
 enum { TWIN_ROWS = 192, TWIN_SEQS = 16, TWIN_BLOCKS = 64 };
@@ -68,12 +86,18 @@ static inline struct tensor *new_activation(struct backend *backend, uint32_t ro
     return tensor;
 }
 
+static inline void new_kv_pool(struct backend *backend, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim,
+                               uint32_t block_size, enum backend_kv_dtype dtype)
+{
+    struct kvg_error err;
+    struct backend_kv kv = {2, n_heads, n_kv_heads, head_dim, TWIN_BLOCKS, block_size, dtype};
+    must(backend->ops->kv_alloc(backend, &kv, &err), &err);
+}
+
 static inline void new_pool(struct backend *backend, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim,
                             uint32_t block_size)
 {
-    struct kvg_error err;
-    struct backend_kv kv = {2, n_heads, n_kv_heads, head_dim, TWIN_BLOCKS, block_size, KV_AUTO};
-    must(backend->ops->kv_alloc(backend, &kv, &err), &err);
+    new_kv_pool(backend, n_heads, n_kv_heads, head_dim, block_size, KV_AUTO);
 }
 
 /* A step of n rows in one sequence, the ids being 0, 1, ... */
@@ -105,10 +129,13 @@ static inline struct tensor *new_table(struct backend *backend, const float *val
 
 /* ---- random data ---- */
 
-static uint32_t twin_state = 1;
+static uint32_t twin_state;
 
+/* TWIN_SEED=N: other numbers. */
 static inline uint32_t next_random(void)
 {
+    if (twin_state == 0)
+        twin_state = getenv("TWIN_SEED") ? (uint32_t)atoi(getenv("TWIN_SEED")) : 1;
     twin_state ^= twin_state << 13;
     twin_state ^= twin_state >> 17;
     twin_state ^= twin_state << 5;
@@ -149,7 +176,23 @@ static inline uint8_t *random_rows(const struct quant_format *format, uint32_t r
     return data;
 }
 
-/* Fails where |a - b| > relative * max(|a|, |b|) + absolute, or either is no number. */
+/* KVGATE_GOLDENS=FILE: results are written there; KVGATE_GOLDENS_FROM=FILE: they must be those, but for the roundings of exp2. */
+static inline void check_golden(const char *what, const float *a, size_t n)
+{
+    static FILE *golden;
+    const char *to = getenv("KVGATE_GOLDENS"), *from = getenv("KVGATE_GOLDENS_FROM");
+    if (!golden && (to || from) && !(golden = fopen(to ? to : from, to ? "wb" : "rb")))
+        fail_msg("cannot open %s", to ? to : from);
+    for (size_t i = 0; golden && i < n; i++) {
+        float value = a[i];
+        if ((to ? fwrite(&value, sizeof value, 1, golden) : fread(&value, sizeof value, 1, golden)) != 1)
+            fail_msg("%s: the goldens end", what);
+        if (!(fabsf(a[i] - value) <= 1e-4f * fabsf(value) + 1e-4f))
+            fail_msg("%s, value %zu: %.9g, the golden is %.9g", what, i, (double)a[i], (double)value);
+    }
+}
+
+/* Fails where |a - b| > relative * max(|a|, |b|) + absolute, or either is no number; a: the device's. */
 static inline void assert_near(const char *what, const float *a, const float *b, size_t n, double relative, double absolute)
 {
     for (size_t i = 0; i < n; i++) {
@@ -157,4 +200,5 @@ static inline void assert_near(const char *what, const float *a, const float *b,
         if (!(fabs(x - y) <= bound))
             fail_msg("%s, value %zu: %.9g, the reference has %.9g (bound %.3g)", what, i, x, y, bound);
     }
+    check_golden(what, a, n);
 }

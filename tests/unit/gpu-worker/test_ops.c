@@ -588,7 +588,7 @@ static void test_attention_is_right_and_invariant(void **unused)
         {32, 20, 1, 32, ROPE_INTERLEAVED},
     };
     for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
-        for (enum backend_kv_dtype dtype = KV_F16; dtype < KV_DTYPES; dtype++) {
+        for (enum backend_kv_dtype dtype = KV_F16; dtype <= KV_INT8; dtype++) {
             struct geometry g = geometries[i];
             g.dtype = dtype;
             check_geometry(&g);
@@ -664,10 +664,10 @@ static void test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies
         {64, 9, 3, 32, ROPE_INTERLEAVED}, {80, 6, 1, 16, ROPE_HALVES}, {16, 2, 2, 256, ROPE_INTERLEAVED}};
     static float shared[(SHARERS + 2) * MAX_WIDTH * 2], copied[(SHARERS + 2) * MAX_WIDTH * 2];
     for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
-        for (int variant = 0; variant < KV_DTYPES * (int)(sizeof isas / sizeof *isas); variant++) {
+        for (int variant = 0; variant < KV_FP8 * (int)(sizeof isas / sizeof *isas); variant++) {
             struct geometry g = geometries[i];
-            const char *isa = isas[variant / KV_DTYPES];
-            g.dtype = (enum backend_kv_dtype)(variant % KV_DTYPES);
+            const char *isa = isas[variant / KV_FP8];
+            g.dtype = (enum backend_kv_dtype)(variant % KV_FP8);
             struct cpu_backend *cpu = open_backend(isa, (uint32_t)variant % 2 + 1);
             if (!cpu)
                 continue;
