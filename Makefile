@@ -193,6 +193,19 @@ endef
 SIM_FLAVOURS := plain check asan cov
 $(foreach flavour,$(SIM_FLAVOURS),$(eval $(call sim_rules,$(flavour))))
 
+# The backend with mistakes planted in its kernels, of which the environment chooses one.
+MUTANTS    := $(B)/cusim/mutants
+MUTANT_OBJ := $(CUDA_CU:%=$(MUTANTS)/%.o) $(patsubst %.c,$(MUTANTS)/%.o,$(CUDA_C))
+$(MUTANTS)/.written: tests/cusim/mutants.py tests/cusim/mistake.h $(CUDA_CU) $(CUDA_C) $(wildcard gpu-worker/backend/cuda/*.cuh gpu-worker/backend/cuda/*.h)
+	@mkdir -p $(@D) && python3 $< $(MUTANTS) && touch $@
+$(CUDA_CU:%=$(MUTANTS)/%): $(MUTANTS)/.written ;
+$(MUTANT_OBJ): $(MUTANTS)/.written | $(CUDA_HOME)/include/cuda_runtime.h
+	$(call say,SIM)
+	$(Q)$(if $(filter %.cu.o,$@),g++ -std=gnu++20 -x c++,$(CC) -std=gnu11) $(SIM_FLAGS) -O1 -c $(if $(filter %.cu.o,$@),$(@:.o=),$(@:.o=.c)) -o $@
+$(MUTANTS)/test_cuda_ops: $(B)/cusim/plain/tests/cusim/backend/test_cuda_ops.o $(MUTANT_OBJ) $(B)/cusim/plain/libcusim.a $(LIBS)
+	$(call say,LD)
+	$(Q)g++ $^ -o $@ -lcmocka $(LDLIBS)
+
 # The worker's CUDA backend, a shared object that it loads: for GPUs, and emulated (KVGATE_CUDA=build/kvgate-cuda-emulated.so).
 NVCC      := $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH := 80 90a 100a
@@ -210,6 +223,21 @@ CUDA_OBJ := $(CUDA_CU:%=$(B)/cuda/%.o) $(CUDA_C:%.c=$(B)/cuda/%.o)
 $(B)/kvgate-cuda.so: $(CUDA_OBJ) $(LIBS)
 	$(call say,LD)
 	$(Q)$(NVCC) -shared -cudart static $(CUDA_OBJ) $(LIBS) -o $@ $(LDLIBS)
+# The tests and the benchmark of the backend, for a GPU and, the benchmark, for the emulator.
+BENCH_DEVICE := tests/device/bench_device
+DEVICE_BIN   := $(OPS_TEST:%.c=$(B)/cuda/%) $(B)/cuda/$(BENCH_DEVICE)
+$(B)/cuda/tests/%.o: CFLAGS += -DON_DEVICE
+$(B)/cuda/$(BENCH_DEVICE): $(B)/cuda/tests/device/ceilings.cu.o
+$(DEVICE_BIN): %: %.o $(CUDA_OBJ) $(LIBS)
+	$(call say,LD)
+	$(Q)$(NVCC) -cudart static $^ -o $@ -Xlinker --as-needed -lcmocka $(LDLIBS)
+$(B)/cusim/plain/$(BENCH_DEVICE): %: %.o $(B)/cusim/plain/tests/device/ceilings.cu.o $(B)/cusim/plain/libcuda_backend.a $(B)/cusim/plain/libcusim.a $(LIBS)
+	$(call say,LD)
+	$(Q)g++ $^ -o $@ $(LDLIBS)
+#: gpu-check               on a machine with a GPU: tests, goldens, and every kernel as a share of the device's limits (EMULATED=1: on the emulator)
+gpu-check: $(if $(EMULATED),$(OPS_TEST:%.c=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(DEVICE_BIN))
+	@B=$(B) python3 tests/device/gpu_check.py
+
 $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
 	@cp $< $@
 #: cuda                    the CUDA backend, build/kvgate-cuda.so
@@ -221,7 +249,7 @@ SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
 #: test-cuda               the CUDA backend on an emulator, without a GPU
 test-cuda: deps
-	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
+	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(MUTANTS)/test_cuda_ops $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
 	-$(MAKE) -k -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
 	@B=$(B) CUDA_HOME=$(CUDA_HOME) FULL=$(FULL) $(PYTHON) tests/cusim/run.py
 
@@ -381,6 +409,6 @@ clean:
 help:
 	@sed -n 's/^#: /  /p' Makefile
 
-.PHONY: bench-kernels bench-latency all cuda test-cuda $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
+.PHONY: bench-kernels bench-latency all cuda test-cuda gpu-check $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

@@ -14,6 +14,7 @@ import tempfile
 import time
 
 import coverage_lines
+import mutants
 import sass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -93,6 +94,19 @@ def run_planted(results, pool):
     print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
 
 
+def run_mutants(results, pool):
+    """The mistakes in the kernels themselves: a test fails, in the order that finds most; without one it passes."""
+    print("\nmistakes in the kernels themselves, in plain emulation")
+    binary = os.path.join(BUILD, "cusim/mutants/test_cuda_ops")
+    todo = [(number, order, row[4]) for number, row in enumerate(mutants.MISTAKES) for order in ("rev", "fwd")]
+    clean = run([binary], CUSIM_ORDER="rev")
+    results.add("none of them", clean[0] == 0, f"{clean[2]:.1f} s", clean[1])
+    codes = dict(zip(todo, pool.map(lambda t: run([binary, t[2]], 120, CUSIM_ORDER=t[1], CUSIM_MISTAKE=str(t[0]))[0], todo)))
+    for number, (name, file, _, _, tests, what) in enumerate(mutants.MISTAKES):
+        found = [order for order in ("fwd", "rev") if codes[number, order, tests] not in (0, None)]
+        results.add(f"{name:28}{file:16}{what}", bool(found), f"({', '.join(found)})" if found else "(NOT FOUND)")
+
+
 def read_profile(path):
     """{(file, line, memory, bytes): [asked bytes, sector bytes, best share, worst passes]} of a CSV that a CHECK build wrote."""
     lines = {}
@@ -167,6 +181,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         run_programs(results, pool)
         run_planted(results, pool)
+        run_mutants(results, pool)
     run_profile(results)
     run_coverage(results)
     run_worker(results)

@@ -1,0 +1,59 @@
+"""Mistakes planted in the kernels themselves: each must make a test of the backend fail.
+
+`mutants.py DIR` writes a copy of the backend's sources there that holds them all, each behind a condition which the environment
+(CUSIM_MISTAKE=NUMBER) makes true. run.py runs, for each, the tests that must fail then, in plain emulation.
+"""
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SOURCES = "gpu-worker/backend/cuda"
+
+# Name, file, what stands there (once), what takes its place (@: this mistake is in force), tests of test_cuda_ops, what it is.
+MISTAKES = [
+    ("no_barrier_after_sums", "gemv.cuh", "keep_sums<ROWS, COLS>(results.sums[pass], acc);\n    }\n    __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
+     "keep_sums<ROWS, COLS>(results.sums[pass], acc);\n    }\n    if (!@)\n        __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
+     "test_products_of_mixed*", "a block's sums are read without a barrier"),
+    ("half_of_the_squares", "gemv.cuh", "fmaf(v[i], v[i], squares)", "fmaf(v[i], v[i], @ && i == 2 ? 0.0f : squares)", "test_products_do*", "a part of the sum of squares is dropped"),
+    ("up_is_gate", "gemv.cuh", "multiply_floats<KIND, ROWS, COLS>(pass ?", "multiply_floats<KIND, ROWS, COLS>(pass && !@ ?", "test_products_do*", "gate takes the place of up"),
+    ("up_not_scaled", "gemv.cuh", "(results.sums[1][c][r + i] * scale)", "(results.sums[1][c][r + i] * (@ ? 1.0f : scale))", "test_products_do*", "up lacks the scale of the norm before it"),
+    ("mean_of_the_parts", "gemv.cuh", "(float)(from.parts * GEMV_BLOCK_ROWS)", "(float)(from.parts * (@ ? 1 : GEMV_BLOCK_ROWS))", "test_products_do*", "the mean of the parts in place of the mean of the squares"),
+    ("a_row_of_x_too_early", "gemv.cuh", "min((uint32_t)c, n - 1) * cols + k", "min((uint32_t)c, n - 1 - (@ && n > 1)) * cols + k", "test_products_do*", "the last row of x is the one before it"),
+    ("reads_what_it_writes", "run.c", "products.next.acts = groups_scratch(cuda, cuda->acts_at ^ 1,", "products.next.acts = groups_scratch(cuda, cuda->acts_at ^ !@,", "test_products_do*", "blocks overwrite the int8 input of others"),
+    ("scale_not_applied", "run.c", "if (cuda->scaled_of == op->x)", "if (!@ && cuda->scaled_of == op->x)", "test_products_do*", "the norm's scale is forgotten"),
+    ("newest_token_from_pool", "attention.cuh", "stored_end = appends ? end - 1 : end", "stored_end = appends && !@ ? end - 1 : end", "test_attention*", "the newest token is read before it is stored, and counts twice"),
+    ("newest_token_often", "attention.cuh", "k_scale, heads, token == 0, state)", "k_scale, heads, @ || token == 0, state)", "test_attention*", "the newest token counts once for each lane group"),
+    ("newest_value_not_scaled", "attention.cuh", "v[i] *= v_scale;\n}", "v[i] *= @ ? 1.0f : v_scale;\n}", "test_attention*", "the newest token's int8 value lacks its scale"),
+    ("newest_key_not_stored", "attention.cuh", "store_head<STORE>(kv.k,", "if (!@)\n            store_head<STORE>(kv.k,", "test_attention*", "the newest token's key is not appended"),
+    ("scales_swapped_in_tiles", "attention.cuh", "scale_keys<KEYS>(shared.v_scale[stage], s)", "scale_keys<KEYS>(@ ? shared.k_scale[stage] : shared.v_scale[stage], s)", "test_attention*", "values take the scales of keys"),
+    ("no_barrier_between_stages", "attention.cuh", "tile_values<D>(shared, stage, s, o);\n        __syncthreads();", "tile_values<D>(shared, stage, s, o);\n        if (!@)\n            __syncthreads();", "test_attention*", "keys are loaded over those that other warps still read"),
+    ("scale_of_half_a_head", "kv.cuh", "int step = LANES / 2; step;", "int step = LANES / (@ ? 4 : 2); step;", "test_attention*", "the int8 scale sees half of the head"),
+    ("fp8_overflows", "kv.cuh", "__nv_cvt_float_to_fp8(v[i], __NV_SATFINITE,", "__nv_cvt_float_to_fp8(v[i], @ ? __NV_NOSAT : __NV_SATFINITE,", "test_fp8*", "values above 448 become no number"),
+    ("turns_backwards", "rope.cuh", "-mul_rn(other, sine)", "(@ ? 1.0f : -1.0f) * mul_rn(other, sine)", "test_attention*", "half of each pair turns the wrong way"),
+    ("no_barrier_in_rope", "rope.cuh", "    __syncthreads();", "    if (!@)\n        __syncthreads();", "test_attention*", "keys are stored before they are turned"),
+    ("keys_turned_backwards", "rope.cuh", "-mul_rn(y, s)", "(@ ? 1.0f : -1.0f) * mul_rn(y, s)", "test_attention*", "the same, of prompts"),
+]
+
+
+def main():
+    folder = os.path.join(sys.argv[1], SOURCES)
+    os.makedirs(folder, exist_ok=True)
+    for name in sorted(os.listdir(os.path.join(ROOT, SOURCES))):
+        with open(os.path.join(ROOT, SOURCES, name), encoding="utf-8") as f:
+            text = f.read()
+        for number, (mistake, file, right, wrong, *_) in enumerate(MISTAKES):
+            if file != name:
+                continue
+            if text.count(right) != 1:
+                sys.exit(f"mutants.py: {mistake}: {name} has {text.count(right)} places of {right!r}")
+            text = text.replace(right, wrong.replace("@", f"(planted_mistake() == {number})"))
+        text = text.replace("#pragma once\n", '#pragma once\n#include "tests/cusim/mistake.h"\n', 1) if name == "layout.h" else text
+        text = text.replace(SOURCES + "/", f"{sys.argv[1]}/{SOURCES}/") if not name.startswith("cu_port") else text
+        path = os.path.join(folder, name)
+        if not os.path.exists(path) or open(path, encoding="utf-8").read() != text:
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+
+
+if __name__ == "__main__":
+    main()
