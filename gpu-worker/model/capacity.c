@@ -98,9 +98,13 @@ int capacity_kv_block_bytes(const struct capacity *model, const char *device, co
     if (failed)
         return failed;
     if (strcmp(device, "cuda") == 0) {
-        *out = (uint64_t)2 * sizeof(uint16_t) * model->n_layers * model->n_kv_heads * model->head_dim * block_size;
+        uint64_t keys_and_values = (uint64_t)2 * model->n_layers * model->n_kv_heads * block_size;
+        bool bytes = kv.dtype == KV_FP8 || kv.dtype == KV_INT8;
+        *out = keys_and_values * (model->head_dim * (bytes ? 1 : sizeof(uint16_t)) + (kv.dtype == KV_INT8 ? sizeof(float) : 0));
         return 0;
     }
+    if (kv.dtype == KV_FP8)
+        return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype fp8: the CPU backend keeps KV as f16, bf16 or int8");
     if ((failed = cpu_backend_open(&backend, &options, err)))
         return failed;
     *out = backend->ops->kv_block_bytes(backend, &kv);
