@@ -1,6 +1,7 @@
 #include "gpu-worker/engine/speculate.h"
 #include "gpu-worker/engine/clock.h"
 #include <stdlib.h>
+#include "gpu-worker/engine/copied.h"
 #include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
@@ -22,6 +23,7 @@ enum {
     MOST_DRAFTS = 32,     /* of one sequence */
     LASTS = 64,           /* tokens that an answer is expected to have left at least, within its limit */
     USUAL_PROMPT = 16,    /* rows of a prompt that is not known yet */
+    LONG_RUN = 2,         /* drafts accepted behind two tokens that matched: the copy goes on there */
     RECENT = 64,          /* tokens that tell whether brief drafts will do */
 };
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
@@ -50,6 +52,7 @@ struct speculator {
     uint32_t n_looked;         /* ids that `beyond` knows */
     double beyond;             /* how many of the last RECENT are not among the first DRAFTER_BRIEF; fades */
     uint32_t idle, probe_wait; /* steps that could have had drafts and did not; how many of them until one is tried */
+    struct copied copy;        /* what drafts from the context follow */
     struct ngram ngram;
 };
 
@@ -143,6 +146,7 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     for (int i = 0; i < LEVELS; i++)
         slot->rates[i] = (struct rate){0};
     slot->behind = 0;
+    slot->copy = (struct copied){0};
     slot->n_looked = seq->n_ids > RECENT ? seq->n_ids - RECENT : 0;
     slot->beyond = 0;
     slot->n_drafted_kv = spec->options.drafter ? drafter_covered(spec->options.drafter, seq) : 0;
@@ -158,8 +162,8 @@ static double chance(const struct speculate *spec, const struct speculator *slot
     return (own->accepted + prior_weight * all->accepted / all->tried) / (own->tried + prior_weight);
 }
 
-/* A guess from the context, as good as the sequence's runs of that length were so far. Where no long run is found, the text may
- * go on beside the last one, with a token changed: a copy with edits.
+/* A guess from the context, as good as the sequence's runs of that length were so far. Where none is found, or one elsewhere, the
+ * text may go on beside the last long one, with a token changed: a copy with edits.
  *
  *   ... self . width = width ...  ...  this . width
  *            ^ this far behind              ^ the next token
@@ -172,11 +176,12 @@ static bool guess_from_context(struct speculate *spec, struct candidate *c)
     if (!spec->options.ngram)
         return false;
     c->at = ngram_find(&slot->ngram, c->seq->ids, n_ids, &slot->level);
-    if (c->at && slot->level < NGRAM_LEVELS - 1) {
-        slot->behind = n_ids - c->at;
-    } else if (slot->behind && (!c->at || chance(spec, slot, BESIDE) > chance(spec, slot, slot->level))) {
+    bool long_run = c->at && slot->level < NGRAM_LEVELS - 1, goes_on = long_run && n_ids - c->at == slot->behind;
+    if (slot->behind && !goes_on && (!c->at || chance(spec, slot, BESIDE) > chance(spec, slot, slot->level))) {
         c->at = n_ids - slot->behind;
         slot->level = BESIDE;
+    } else if (long_run) {
+        slot->behind = n_ids - c->at;
     }
     return c->at != 0;
 }
@@ -404,15 +409,6 @@ static void add_probes(struct speculate *spec, uint32_t n)
 
 /* ---- making them ---- */
 
-/* What followed the match, and, where that runs into the drafts, the drafts themselves: a period goes on. */
-static void copy_drafts(struct candidate *c)
-{
-    struct sequence *seq = c->seq;
-
-    for (uint32_t i = 0; i < c->n; i++)
-        seq->ids[seq->n_ids + i] = seq->ids[c->at + i];
-}
-
 /* Blocks for drafts by the model, as far as every running sequence can still get one. */
 static bool has_blocks(struct speculate *spec, struct candidate *c, uint32_t n_running)
 {
@@ -572,7 +568,7 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
         c->n = c->n < left ? c->n : left;
         left -= c->n;
         if (!c->by_model)
-            copy_drafts(c);
+            copied_draft(&c->slot->copy, c->seq->ids, c->seq->n_ids, c->at, c->n);
         c->seq->n_drafts = c->n;
         if (c->n) {
             n_drafting++;
@@ -635,6 +631,10 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
         learn(&spec->rates[slot->sure[i]], window_all, 1, i < n_accepted);
     }
     move_limit(spec, slot, n_proposed, n_accepted);
+    if (slot->level != BY_MODEL)
+        copied_verified(&slot->copy, seq->ids, seq->n_ids, n_accepted);
+    if (slot->level != BY_MODEL && n_accepted >= LONG_RUN)
+        slot->behind = slot->copy.offset;
     slot->in_a_row = n_accepted < n_proposed ? 0 : slot->in_a_row + n_accepted;
     if (n_accepted == n_proposed)
         slot->probe_wait = PROBE_SOON;

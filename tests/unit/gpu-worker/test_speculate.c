@@ -229,6 +229,48 @@ static void drafts_do_not_keep_a_batch_from_starting(void **state)
     speculate_close(spec);
 }
 
+/* The answer is truth[0, n), of which the first two tokens are there; eight drafts a step. Returns the steps that it took. */
+static uint32_t answer(const uint32_t *truth, uint32_t n)
+{
+    struct sequence *seq = &seqs[0];
+    uint32_t at = 2, taken = 0;
+
+    memcpy(seq->ids + 64, truth, 2 * sizeof *truth);
+    seq->n_ids = 66;
+    for (; at < n; taken++) {
+        seq->n_computed = seq->n_ids - 1;
+        speculate_propose(spec, running, 1, 0);
+        uint32_t proposed = seq->n_drafts, accepted = 0;
+        while (accepted < proposed && at + accepted + 1 < n && seq->ids[seq->n_ids + accepted] == truth[at + accepted])
+            accepted++;
+        memcpy(seq->ids + seq->n_ids, truth + at, (accepted + 1) * sizeof *truth);
+        seq->n_ids += accepted + 1;
+        at += accepted + 1;
+        if (proposed)
+            speculate_verified(spec, seq, proposed, accepted, at >= n);
+    }
+    return taken;
+}
+
+enum { NAME = 500, NEW_NAME, INSERTED };
+
+/* Ten names in the prompt have another one in the answer: the second time it is known. A token that was put in is no new name. */
+static void a_changed_name_is_changed_again(void **state)
+{
+    uint32_t renamed[64], longer[64];
+
+    open_world(1, (struct speculate_options){.fixed = 8});
+    for (uint32_t k = 0; k < 64; k++) {
+        ids[0][k] = k % 6 == 3 ? NAME : 1000 + k;
+        renamed[k] = k % 6 == 3 ? NEW_NAME : 1000 + k;
+        longer[k] = k < 20 ? ids[0][k] : k == 20 ? INSERTED : ids[0][k - 1];
+    }
+    assert_in_range(answer(renamed, 60), 7, 10);
+    seqs[0].number++;
+    assert_in_range(answer(longer, 60), 7, 11);
+    speculate_close(spec);
+}
+
 static void never_behind_the_limit_of_the_answer(void **state)
 {
     open_world(1, (struct speculate_options){.fixed = 8});
@@ -282,6 +324,7 @@ int main(void)
         cmocka_unit_test(a_large_batch_drafts_less),
         cmocka_unit_test(prompt_rows_in_every_step_keep_no_drafts_away),
         cmocka_unit_test(drafts_do_not_keep_a_batch_from_starting),
+        cmocka_unit_test(a_changed_name_is_changed_again),
         cmocka_unit_test(never_behind_the_limit_of_the_answer),
         cmocka_unit_test(a_slot_forgets_its_last_sequence),
         cmocka_unit_test(costs_between_measured_ones_are_interpolated),
