@@ -54,8 +54,8 @@ endif
 
 # Instruction sets: a file named *_avx2.c, *_avx512.c or *_amx.c is compiled for that set and called only where the CPU has it.
 ISA_avx2   := -mavx2 -mfma -mf16c
-ISA_avx512 := -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
-ISA_amx    := $(ISA_avx512) -mavx512bf16 -mprfchw -mamx-tile -mamx-int8 -mamx-bf16
+ISA_avx512 := -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprfchw -mprefer-vector-width=512
+ISA_amx    := $(ISA_avx512) -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16
 
 PROMPT_SRC := $(filter-out libprompt/kvgate_prompt.c,$(wildcard libprompt/*.c))
 SCHEMA_SRC := $(wildcard redis-schemas/*.c)

@@ -80,6 +80,19 @@ struct backend_matmul {
     bool accumulate; /* out += x W^T instead */
 };
 
+/* rmsnorm of a product's input. `scratch` [n, cols] is the backend's for the time of the op. */
+struct backend_norm {
+    const struct tensor *weight;
+    float eps;
+    struct tensor *scratch;
+};
+
+/* out = silu(x gate^T) * (x up^T), gate and up [rows, cols], out [n, rows]. */
+struct backend_gated {
+    const struct tensor *gate, *up;
+    struct tensor *out;
+};
+
 enum rope_style { ROPE_INTERLEAVED, ROPE_HALVES }; /* pairs (2i, 2i + 1), or (i, i + rotated / 2) */
 
 struct backend_rope {
@@ -125,6 +138,12 @@ struct backend_ops {
      * codes / 32600 through its scales, the sum is exact and rounded once to a multiple of 2^16 a d, so |error| <= (a / 2) sum|w|
      * + 8 d sum|x| + 4 a d cols + 2^15 a d + f32 rounding of the result. Float weights: f32 FMA in the order of the row. */
     void (*matmul)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
+    /* The bits of rmsnorm, matmul and silu_mul one after the other, without what they would keep in between; x' = rmsnorm(x).
+     * NULL where a device has no such thing. */
+    void (*normed_matmul)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                          const struct backend_matmul *args);
+    void (*normed_gated)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                         const struct backend_gated *args);
     /* out[r] = (cos, sin)(position of row r * frequency[i]), interleaved; frequencies [rotated / 2], out [n_rows, rotated]. The
      * angle is exact to f64 rounding. */
     void (*angles)(struct backend *backend, const struct tensor *frequencies, struct tensor *out);

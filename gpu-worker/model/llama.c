@@ -188,6 +188,34 @@ static void product(struct backend *backend, uint32_t n, const struct tensor *x,
     backend->ops->matmul(backend, n, x, &args);
 }
 
+static void normed_products(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                            const struct backend_matmul *args)
+{
+    const struct backend_ops *ops = backend->ops;
+    if (ops->normed_matmul) {
+        ops->normed_matmul(backend, n, x, norm, args);
+        return;
+    }
+    ops->rmsnorm(backend, n, x, norm->weight, norm->eps, norm->scratch);
+    ops->matmul(backend, n, norm->scratch, args);
+}
+
+/* gate_out = silu(gate n) * up n. */
+static void normed_gate(const struct llama *llama, struct backend *backend, uint32_t n, const struct tensor *x,
+                        const struct backend_norm *norm, const struct llama_layer *l)
+{
+    const struct backend_ops *ops = backend->ops;
+    struct backend_gated gated = {l->gate, l->up, llama->gate_out};
+    struct backend_matmul both = {.count = 2, .weights = {l->gate, l->up}, .outs = {llama->gate_out, llama->up_out}};
+    if (ops->normed_gated) {
+        ops->normed_gated(backend, n, x, norm, &gated);
+        return;
+    }
+    ops->rmsnorm(backend, n, x, norm->weight, norm->eps, norm->scratch);
+    ops->matmul(backend, n, norm->scratch, &both);
+    ops->silu_mul(backend, n, llama->gate_out, llama->up_out);
+}
+
 /* KV of all rows, and attention where `attend`. */
 static void attention_half(const struct family_model *model, struct backend *backend, uint32_t n, uint32_t layer, bool attend)
 {
@@ -200,8 +228,8 @@ static void attention_half(const struct family_model *model, struct backend *bac
                                  .outs = {llama->query, llama->key, llama->value}};
     struct backend_rope rope = {layer, llama->query, llama->key, llama->value, llama->angles, llama->style};
     struct backend_attention attention = {layer, 1.0f / sqrtf((float)model->shape.head_dim), llama->query, llama->attended};
-    ops->rmsnorm(backend, n, llama->x, l->attn_norm, model->shape.eps, llama->normed);
-    ops->matmul(backend, n, llama->normed, &qkv);
+    struct backend_norm norm = {l->attn_norm, model->shape.eps, llama->normed};
+    normed_products(backend, n, llama->x, &norm, &qkv);
     ops->rope_store(backend, &rope);
     if (attend)
         ops->attention(backend, &attention);
@@ -212,10 +240,8 @@ static void ffn_half(const struct family_model *model, struct backend *backend, 
 {
     const struct llama *llama = model->state;
     const struct llama_layer *l = &llama->layers[layer];
-    struct backend_matmul both = {.count = 2, .weights = {l->gate, l->up}, .outs = {llama->gate_out, llama->up_out}};
-    backend->ops->rmsnorm(backend, n, x, l->ffn_norm, model->shape.eps, normed);
-    backend->ops->matmul(backend, n, normed, &both);
-    backend->ops->silu_mul(backend, n, llama->gate_out, llama->up_out);
+    struct backend_norm norm = {l->ffn_norm, model->shape.eps, normed};
+    normed_gate(llama, backend, n, x, &norm, l);
     product(backend, n, llama->gate_out, l->down, NULL, x, true);
 }
 

@@ -17,6 +17,8 @@ struct tensor {
     struct panels panels; /* matmul weights */
 };
 
+enum { GATED_ROWS = 512 }; /* most of a pass over two weights that are one's gate */
+
 enum cpu_arithmetic { ARITHMETIC_AUTO, ARITHMETIC_INT8, ARITHMETIC_INT16 };
 
 struct row_place {
@@ -43,6 +45,8 @@ struct cpu_backend {
     size_t acts_values, int16_values;    /* capacity: rows * cols */
     struct attention_scratch *attention; /* [threads] */
     float *sampling;                     /* [threads][most weight rows] */
+    float *scratch;                      /* [threads][scratch_floats]: an input row, or two panels' results of GATED_ROWS rows */
+    size_t scratch_floats;
     uint32_t most_rows;
 
     /* The current step. */
@@ -82,6 +86,10 @@ void cpu_embed(struct backend *backend, const struct tensor *table, struct tenso
 void cpu_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
                  struct tensor *out);
 void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
+void cpu_normed_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                       const struct backend_matmul *args);
+void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                      const struct backend_gated *args);
 void cpu_angles(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
 void cpu_rope_store(struct backend *backend, const struct backend_rope *args);
 void cpu_attention(struct backend *backend, const struct backend_attention *args);

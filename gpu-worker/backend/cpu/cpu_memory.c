@@ -161,6 +161,21 @@ static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_erro
     return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
 }
 
+static int grow_scratch(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *err)
+{
+    size_t panels = 2 * GATED_ROWS * PANEL_ROWS, floats = ((cols > panels ? cols : panels) + 15) & ~(size_t)15;
+    size_t bytes = thread_pool_size(cpu->pool) * floats * sizeof *cpu->scratch;
+    if (floats <= cpu->scratch_floats)
+        return 0;
+    free(cpu->scratch);
+    cpu->scratch = cpu_alloc(bytes);
+    cpu->scratch_floats = cpu->scratch ? floats : 0;
+    if (!cpu->scratch)
+        return kvg_fail(err, KVG_NOMEM, "no memory for rows of %u values", cols);
+    memset(cpu->scratch, 0, bytes); /* what a panel leaves out of it is computed with, not used */
+    return 0;
+}
+
 /* INT16 reads as many bytes as the file's Q4_0 and Q4_1, but 8 % more than its Q4_K, which costs decoding. */
 static bool use_int16(const struct cpu_backend *cpu, const struct quant_format *format)
 {
@@ -181,6 +196,9 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
     thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
     if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, panels, err) != 0)
         return err ? err->code : KVG_NOMEM;
+    int failed = grow_scratch(cpu, weight->cols, err);
+    if (failed)
+        return failed;
     return grow_sampling(cpu, weight->rows, err);
 }
 
@@ -220,6 +238,7 @@ void cpu_free_memory(struct cpu_backend *cpu)
     free_int16_acts(a);
     free(cpu->attention);
     free(cpu->sampling);
+    free(cpu->scratch);
     free(cpu->places);
     cpu_attention_free(cpu);
     cpu_kv_free(cpu);

@@ -220,30 +220,114 @@ int cpu_sample(struct backend *backend, const struct tensor *logits, const struc
     return 0;
 }
 
-/* ---- matmul ---- */
+/* ---- products ---- */
 
-struct matmul_job {
+static bool uses_int16(const struct tensor *weight)
+{
+    return panels_int16(&weight->panels);
+}
+
+static bool uses_floats(const struct tensor *weight)
+{
+    return weight->panels.scales == QUANT_FLOAT;
+}
+
+/* What the weights of a product read: which forms of its input. */
+struct forms {
+    bool int8, int16, floats;
+};
+
+static struct forms forms_of(const struct tensor *const weights[], uint32_t n)
+{
+    struct forms forms = {0};
+    for (uint32_t i = 0; i < n; i++) {
+        forms.floats |= uses_floats(weights[i]);
+        forms.int16 |= uses_int16(weights[i]);
+        forms.int8 |= !uses_floats(weights[i]) && !uses_int16(weights[i]);
+    }
+    return forms;
+}
+
+struct input_job {
+    struct cpu_backend *cpu;
+    struct forms forms;
+    const struct tensor *x;
+    const struct backend_norm *norm; /* or NULL */
+};
+
+static void quantize_rows(const struct cpu_backend *cpu, struct forms forms, const struct acts *acts, uint32_t first,
+                          uint32_t end)
+{
+    if (forms.int8)
+        cpu->kernels.quantize(acts, first, end);
+    if (forms.int16)
+        cpu->kernels.quantize_int16(acts, first, end);
+}
+
+static void input_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct input_job *job = arg;
+    const struct cpu_backend *cpu = job->cpu;
+    size_t cols = cpu->acts.cols;
+    if (!job->norm) {
+        quantize_rows(cpu, job->forms, &cpu->acts, first, end);
+        return;
+    }
+    float *row = cpu->scratch + thread * cpu->scratch_floats;
+    for (uint32_t r = first; r < end; r++) {
+        struct acts acts = cpu->acts;
+        acts.x = row - r * cols; /* so that its row r is this one */
+        cpu->kernels.rmsnorm(job->x->data + r * cols, job->norm->weight->data, (uint32_t)cols, job->norm->eps, row);
+        quantize_rows(cpu, job->forms, &acts, r, r + 1);
+    }
+}
+
+/* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights. */
+static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                          struct forms forms)
+{
+    if (norm && forms.floats) {
+        cpu_rmsnorm(&cpu->base, n, x, norm->weight, norm->eps, norm->scratch);
+        x = norm->scratch;
+        norm = NULL;
+    }
+    cpu->acts.rows = n;
+    cpu->acts.cols = x->cols;
+    cpu->acts.x = x->data;
+    cpu->acts.sums_below = cpu->kernels.int16_sums_below;
+    struct input_job job = {cpu, forms, x, norm};
+    if (forms.int8 || forms.int16)
+        for_rows(cpu, n, x->cols, input_rows, &job);
+}
+
+struct product_job {
     struct cpu_backend *cpu;
     const struct backend_matmul *args;
+    const struct backend_gated *gated;
     uint32_t first, end; /* rows of this pass */
 };
 
-static void quantize_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+/* Runs `item` over n_panels panels for every pass over at most `most` rows. */
+static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint32_t n_panels, struct forms forms,
+                       thread_pool_item item)
 {
-    struct cpu_backend *cpu = arg;
-    cpu->kernels.quantize(&cpu->acts, first, end);
-}
-
-static void quantize_rows_int16(void *arg, uint32_t thread, uint32_t first, uint32_t end)
-{
-    struct cpu_backend *cpu = arg;
-    cpu->kernels.quantize_int16(&cpu->acts, first, end);
+    struct thread_pool *pool = job->cpu->pool;
+    uint32_t row_bytes = job->cpu->acts.cols * (forms.floats ? 4 : forms.int16 ? 2 : 1);
+    uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
+    pass = pass > most ? most : pass < ACTS_TILE ? ACTS_TILE : pass;
+    uint32_t passes = (n + pass - 1) / pass;
+    pass = ((n + passes - 1) / passes + ACTS_TILE - 1) / ACTS_TILE * ACTS_TILE;
+    for (uint32_t first = 0; first < n; first += pass) {
+        job->first = first;
+        job->end = n - first < pass ? n : first + pass;
+        thread_pool_for(pool, n_panels, THREAD_POOL_SHRINKING, item, job);
+    }
 }
 
 /* Items are the panels of all weights, one weight after the other. */
 static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
-    struct matmul_job *job = arg;
+    struct product_job *job = arg;
     const struct cpu_backend *cpu = job->cpu;
     for (uint32_t i = first, w = 0, before = 0; i < end; i++) {
         while (i - before >= job->args->weights[w]->panels.n_panels)
@@ -256,40 +340,53 @@ static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t
     }
 }
 
+static void multiply(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                     const struct backend_matmul *args)
+{
+    struct product_job job = {.cpu = cpu, .args = args};
+    struct forms forms = forms_of(args->weights, args->count);
+    uint32_t n_panels = 0;
+    for (uint32_t i = 0; i < args->count; i++)
+        n_panels += args->weights[i]->panels.n_panels;
+    prepare_input(cpu, n, x, norm, forms);
+    for_passes(&job, n, UINT32_MAX, n_panels, forms, multiply_panels);
+}
+
 void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args)
 {
-    struct cpu_backend *cpu = cpu_of(backend);
-    uint32_t n_panels = 0, row_bytes = 0;
-    bool int8 = false, int16 = false, floats = false;
-    for (uint32_t i = 0; i < args->count; i++) {
-        const struct panels *panels = &args->weights[i]->panels;
-        n_panels += panels->n_panels;
-        if (panels->scales == QUANT_FLOAT)
-            floats = true;
-        else if (panels_int16(panels))
-            int16 = true;
-        else
-            int8 = true;
-    }
-    row_bytes = floats ? 4 * x->cols : int16 ? 2 * x->cols : x->cols;
-    cpu->acts.rows = n;
-    cpu->acts.cols = x->cols;
-    cpu->acts.x = x->data;
-    cpu->acts.sums_below = cpu->kernels.int16_sums_below;
-    if (int8)
-        for_rows(cpu, n, x->cols, quantize_rows, cpu);
-    if (int16)
-        for_rows(cpu, n, x->cols, quantize_rows_int16, cpu);
+    multiply(cpu_of(backend), n, x, NULL, args);
+}
 
-    uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
-    uint32_t chunk = n_panels / (8 * thread_pool_size(cpu->pool));
-    chunk = chunk < 1 ? 1 : chunk > 16 ? 16 : chunk;
-    if (pass == 0)
-        pass = ACTS_TILE;
-    uint32_t passes = (n + pass - 1) / pass;
-    pass = ((n + passes - 1) / passes + ACTS_TILE - 1) / ACTS_TILE * ACTS_TILE;
-    for (uint32_t first = 0; first < n; first += pass) {
-        struct matmul_job job = {cpu, args, first, n - first < pass ? n : first + pass};
-        thread_pool_for(cpu->pool, n_panels, chunk, multiply_panels, &job);
+void cpu_normed_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                       const struct backend_matmul *args)
+{
+    multiply(cpu_of(backend), n, x, norm, args);
+}
+
+static void multiply_gated(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct product_job *job = arg;
+    const struct cpu_backend *cpu = job->cpu;
+    const struct panels *gate = &job->gated->gate->panels, *up = &job->gated->up->panels;
+    float *gate_out = cpu->scratch + thread * cpu->scratch_floats, *up_out = gate_out + GATED_ROWS * PANEL_ROWS;
+    const struct tensor *out = job->gated->out;
+    for (uint32_t p = first; p < end; p++) {
+        uint32_t left = out->cols - p * PANEL_ROWS;
+        size_t at = (size_t)(job->first + p) * PANEL_ROWS; /* of the pass's first row and the panel's first column */
+        struct panel_store to_gate = {gate_out - at, PANEL_ROWS, NULL, false}, to_up = {up_out - at, PANEL_ROWS, NULL, false};
+        cpu->kernels.panel[gate->kind](gate, p, &cpu->acts, job->first, job->end, &to_gate);
+        cpu->kernels.panel[up->kind](up, p, &cpu->acts, job->first, job->end, &to_up);
+        cpu->kernels.silu_mul_panel(gate_out, up_out, job->end - job->first, left < PANEL_ROWS ? left : PANEL_ROWS,
+                                    out->data + job->first * (size_t)out->cols + (size_t)p * PANEL_ROWS, out->cols);
     }
+}
+
+void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                      const struct backend_gated *args)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct product_job job = {.cpu = cpu, .gated = args};
+    struct forms forms = forms_of((const struct tensor *const[]){args->gate, args->up}, 2);
+    prepare_input(cpu, n, x, norm, forms);
+    for_passes(&job, n, GATED_ROWS, args->gate->panels.n_panels, forms, multiply_gated);
 }

@@ -17,6 +17,8 @@ struct kernels {
                                const struct panel_store *store);
     void (*rmsnorm)(const float *x, const float *weight, uint32_t n, float eps, float *out);
     void (*silu_mul)(float *gate, const float *up, size_t n);
+    /* The same of n_cols columns of two panels' results [n_rows][PANEL_ROWS] into rows of out, `ld` values apart. */
+    void (*silu_mul_panel)(const float *gate, const float *up, uint32_t n_rows, uint32_t n_cols, float *out, size_t ld);
     /* angles: cosines [rotated / 2], then sines. */
     void (*rotate)(float *head, const float *angles, uint32_t rotated, enum rope_style style);
     struct attention_kernels attention[KV_DTYPES];

@@ -256,13 +256,36 @@ static void rmsnorm(const float *x, const float *weight, uint32_t n, float eps, 
     }
 }
 
+V_INLINE v16 silu(v16 g)
+{
+    v16 e = v16_exp2(v16_mul(g, v16_set1(-0x1.715476p+0f))); /* exp(-g) */
+    return v16_div(g, v16_add(v16_set1(1), e));
+}
+
 static void silu_mul(float *gate, const float *up, size_t n)
 {
     for (size_t i = 0; i < n; i += 16) {
         int m = n - i < 16 ? (int)(n - i) : 16;
-        v16 g = v16_load_n(gate + i, m);
-        v16 e = v16_exp2(v16_mul(g, v16_set1(-0x1.715476p+0f))); /* exp(-g) */
-        v16_store_n(gate + i, v16_mul(v16_div(g, v16_add(v16_set1(1), e)), v16_load_n(up + i, m)), m);
+        v16_store_n(gate + i, v16_mul(silu(v16_load_n(gate + i, m)), v16_load_n(up + i, m)), m);
+    }
+}
+
+/* The lines of a row lie far from those of the next, so they are asked for some rows ahead. */
+static void silu_mul_panel(const float *gate, const float *up, uint32_t n_rows, uint32_t n_cols, float *out, size_t ld)
+{
+    enum { AHEAD = 16 };
+    for (uint32_t r = 0; r < n_rows; r++, gate += PANEL_ROWS, up += PANEL_ROWS, out += ld) {
+        if (n_rows - r > AHEAD) {
+            __builtin_prefetch(out + AHEAD * ld, 1);
+            __builtin_prefetch(out + AHEAD * ld + 16, 1);
+        }
+        if (n_cols == PANEL_ROWS) {
+            v16_store(out, v16_mul(silu(v16_load(gate)), v16_load(up)));
+            v16_store(out + 16, v16_mul(silu(v16_load(gate + 16)), v16_load(up + 16)));
+            continue;
+        }
+        for (uint32_t i = 0; i < n_cols; i += 16)
+            v16_store_n(out + i, v16_mul(silu(v16_load(gate + i)), v16_load(up + i)), (int)(n_cols - i));
     }
 }
 
@@ -313,6 +336,7 @@ const struct kernels KERNELS_SYMBOL = {
         },
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
+    .silu_mul_panel = silu_mul_panel,
     .rotate = rotate,
     .attention =
         {

@@ -54,6 +54,13 @@ static inline void cpu_pause(void)
 #endif
 }
 
+static inline uint32_t piece_of(uint32_t left, uint32_t chunk, uint32_t n_threads)
+{
+    if (chunk == THREAD_POOL_SHRINKING)
+        chunk = left > 2 * n_threads ? left / (2 * n_threads) : 1;
+    return left < chunk ? left : chunk;
+}
+
 /* Takes and runs pieces until none is left. */
 static void run_items(struct thread_pool *pool, uint32_t thread)
 {
@@ -66,7 +73,7 @@ static void run_items(struct thread_pool *pool, uint32_t thread)
         uint32_t first = (uint32_t)claim;
         if (first >= n || first == CLOSED)
             return;
-        uint32_t taken = n - first < chunk ? n - first : chunk;
+        uint32_t taken = piece_of(n - first, chunk, pool->n_threads);
         if (!atomic_compare_exchange_weak_explicit(&pool->claim, &claim, claim + taken, memory_order_acq_rel,
                                                    memory_order_acquire))
             continue;
@@ -166,7 +173,7 @@ void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, threa
 {
     if (n == 0)
         return;
-    if (n <= chunk || pool->n_threads == 1) {
+    if (n == 1 || n <= chunk || pool->n_threads == 1) {
         item(arg, 0, 0, n);
         return;
     }

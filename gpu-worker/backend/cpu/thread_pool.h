@@ -16,7 +16,11 @@ typedef void (*thread_pool_item)(void *arg, uint32_t thread, uint32_t first, uin
 struct thread_pool *thread_pool_open(uint32_t n_threads);
 void thread_pool_close(struct thread_pool *pool);
 uint32_t thread_pool_size(const struct thread_pool *pool);
-/* item(arg, thread, first, end) over all of 0..n in pieces of at most `chunk` (> 0), handed out as threads come free. What the
+/* In place of a chunk: every piece is the (2 size)-th part of what is left, at least one item. Most of what a thread takes lies
+ * together, as hardware that fetches ahead likes it, and the last pieces are small enough that no thread waits long. */
+enum { THREAD_POOL_SHRINKING = 0 };
+
+/* item(arg, thread, first, end) over all of 0..n in pieces of at most `chunk`, handed out as threads come free. What the
  * caller wrote before is visible to items, and what items wrote is visible after. One caller at a time; items must not call it.
  */
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg);

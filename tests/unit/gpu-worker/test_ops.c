@@ -396,6 +396,76 @@ static void test_rmsnorm_and_silu(void **unused)
     }
 }
 
+/* ---- norms and gates with their products ---- */
+
+enum { FUSED_COLS = 256, FUSED_ROWS = GATED_ROWS + 40 };
+
+static struct tensor *matrix_of(struct cpu_backend *cpu, const struct quant_format *format, const void *rows)
+{
+    struct tensor *tensor;
+    struct backend_weight weight = {format, rows, N, FUSED_COLS};
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_MATMUL, NULL), 0);
+    return tensor;
+}
+
+static struct tensor *random_activation(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
+{
+    struct tensor *tensor = activation(cpu, rows, cols);
+    for (size_t i = 0; i < (size_t)rows * cols; i++)
+        tensor->data[i] = random_float() * 8;
+    return tensor;
+}
+
+static void check_fused(struct cpu_backend *cpu, const struct quant_format *one, const struct quant_format *other)
+{
+    static const uint32_t counts[] = {1, 17, 100, FUSED_ROWS};
+    const struct backend_ops *ops = cpu->base.ops;
+    struct backend *backend = &cpu->base;
+    uint8_t *rows[2] = {random_rows(one, N, FUSED_COLS), random_rows(other, N, FUSED_COLS)};
+    struct tensor *a = matrix_of(cpu, one, rows[0]), *b = matrix_of(cpu, other, rows[1]);
+    struct tensor *x = random_activation(cpu, FUSED_ROWS, FUSED_COLS), *normed = activation(cpu, FUSED_ROWS, FUSED_COLS);
+    struct tensor *bias = random_activation(cpu, 1, N), *out[4];
+    struct backend_norm norm = {random_activation(cpu, 1, FUSED_COLS), 1e-5f, activation(cpu, FUSED_ROWS, FUSED_COLS)};
+    for (int i = 0; i < 4; i++)
+        out[i] = activation(cpu, FUSED_ROWS, N);
+    struct backend_matmul parts = {2, {a, b}, {bias}, {out[0], out[1]}, false},
+                          fused = {2, {a, b}, {bias}, {out[2], out[3]}, false};
+    struct backend_matmul products = {2, {a, b}, {NULL}, {out[0], out[1]}, false};
+    struct backend_gated gated = {a, b, out[2]};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        uint32_t n = counts[i];
+        size_t bytes = (size_t)n * N * sizeof(float);
+        ops->rmsnorm(backend, n, x, norm.weight, norm.eps, normed);
+        ops->matmul(backend, n, normed, &parts);
+        ops->normed_matmul(backend, n, x, &norm, &fused);
+        assert_memory_equal(out[0]->data, out[2]->data, bytes);
+        assert_memory_equal(out[1]->data, out[3]->data, bytes);
+        ops->matmul(backend, n, normed, &products);
+        ops->silu_mul(backend, n, out[0], out[1]);
+        ops->normed_gated(backend, n, x, &norm, &gated);
+        assert_memory_equal(out[0]->data, out[2]->data, bytes);
+    }
+    free(rows[0]), free(rows[1]);
+}
+
+static void test_products_with_norm_and_gate_have_the_bits_of_their_parts(void **unused)
+{
+    static const struct quant_format *const pairs[][2] = {
+        {&quant_q4_1, &quant_q4_1}, {&quant_q4_0, &quant_q8_0}, {&quant_q6_k, &quant_f16}};
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++)
+        for (size_t j = 0; j < sizeof pairs / sizeof *pairs; j++) {
+            struct backend *backend;
+            struct backend_options options = {isas[i], 2, FUSED_ROWS, 1, 1};
+            struct kvg_error err;
+            int rc = cpu_backend_open(&backend, &options, &err);
+            if (rc == KVG_UNSUPPORTED)
+                continue;
+            assert_int_equal(rc, 0);
+            check_fused(cpu_of(backend), pairs[j][0], pairs[j][1]);
+            backend->ops->close(backend);
+        }
+}
+
 /* ---- rope, KV and attention ---- */
 
 struct geometry {
@@ -755,6 +825,7 @@ int main(void)
         cmocka_unit_test(test_matmul_adds_to_its_output),
         cmocka_unit_test(test_zero_activations_give_zero),
         cmocka_unit_test(test_rmsnorm_and_silu),
+        cmocka_unit_test(test_products_with_norm_and_gate_have_the_bits_of_their_parts),
         cmocka_unit_test(test_attention_is_right_and_invariant),
         cmocka_unit_test(test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies),
         cmocka_unit_test(test_embed_and_gather_are_exact),
