@@ -44,7 +44,7 @@ struct model_info {
     uint32_t max_position;                                             /* the file's context length */
     uint32_t scored;                                                   /* by a brief batch; n_vocab where that saves nothing */
     uint64_t weight_bytes;
-    char backend[64];           /* "cpu amx, 2 threads" */
+    char backend[128];          /* "cpu amx, 2 threads, int16 Q4_1, int8 Q8_0": how each format is multiplied */
     const char *kv_cache_dtype; /* of the KV pool: "f16", "bf16", "int8" */
 };
 

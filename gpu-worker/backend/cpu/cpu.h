@@ -31,6 +31,7 @@ struct cpu_backend {
     struct thread_pool *pool;
     struct backend_options options;
     enum cpu_arithmetic arithmetic;
+    uint32_t int8_formats, int16_formats; /* of the loaded matrices: bit i is quant_at(i) */
     struct tensor *tensors;
     struct arena_chunk *arena; /* the tensors' values */
 

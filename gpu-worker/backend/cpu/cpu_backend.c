@@ -109,11 +109,25 @@ static uint32_t usable_cores(void)
     return n > 0 ? (uint32_t)n : 1;
 }
 
+/* ", int16 Q4_0 Q4_1" after what out holds. */
+static void describe_formats(const char *arithmetic, uint32_t formats, char *out, size_t size)
+{
+    for (uint32_t i = 0; formats >> i; i++) {
+        size_t n = strlen(out);
+        if (!(formats >> i & 1))
+            continue;
+        bool first = (formats & ((1u << i) - 1)) == 0;
+        snprintf(out + n, size - n, "%s%s %s", first ? ", " : "", first ? arithmetic : "", quant_at(i)->name);
+    }
+}
+
 static void cpu_describe(const struct backend *backend, char *out, size_t size)
 {
     const struct cpu_backend *cpu = (const struct cpu_backend *)backend;
     uint32_t n = thread_pool_size(cpu->pool);
     snprintf(out, size, "cpu %s, %u thread%s", cpu->kernels.name, n, n == 1 ? "" : "s");
+    describe_formats("int16", cpu->int16_formats, out, size);
+    describe_formats("int8", cpu->int8_formats, out, size);
 }
 
 static void cpu_close(struct backend *backend)

@@ -182,6 +182,13 @@ static bool use_int16(const struct cpu_backend *cpu, const struct quant_format *
     return cpu->arithmetic == ARITHMETIC_INT16 || (cpu->arithmetic == ARITHMETIC_AUTO && format->scales != QUANT_SUPER_MIN);
 }
 
+static void note_format(struct cpu_backend *cpu, const struct quant_format *format, bool int16)
+{
+    for (uint32_t i = 0; quant_at(i); i++)
+        if (quant_at(i) == format)
+            *(int16 ? &cpu->int16_formats : &cpu->int8_formats) |= 1u << i;
+}
+
 static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
                          struct kvg_error *err)
 {
@@ -196,6 +203,8 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
     thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
     if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, panels, err) != 0)
         return err ? err->code : KVG_NOMEM;
+    if (weight->format->scales != QUANT_FLOAT)
+        note_format(cpu, weight->format, panels_int16(panels));
     int failed = grow_scratch(cpu, weight->cols, err);
     if (failed)
         return failed;
