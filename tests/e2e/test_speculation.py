@@ -107,7 +107,7 @@ def answers_of(worker, n, tokens, at_once):
 @functools.cache
 def plain_answers(n, tokens):
     with Worker(*QWEN_LIMITS, **QWEN) as plain:
-        return answers_of(plain, n, tokens, 8)
+        return answers_of(plain, n, tokens, 16)
 
 
 @pytest.mark.parametrize("n, tokens, at_once, draft", [(20, 64, 8, QWEN05), pytest.param(200, 200, 8, QWEN05, marks=pytest.mark.long),
