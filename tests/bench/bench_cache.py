@@ -15,6 +15,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from conftest import BUILD, ROOT  # noqa: E402
 from gateway import Gateway  # noqa: E402
 from stack import Redis, Worker, wait_until  # noqa: E402
+import table  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "10"))
 WORDS = "river stone lamp garden winter copper signal harbor meadow thunder violet anchor".split()
@@ -49,6 +50,7 @@ def measure(gateway, folder):
 
 
 def main():
+    table.arguments(__doc__)
     with Redis() as redis:
         workers = [Worker("--max-model-len", "4096", redis=redis, worker_id=f"w{n}", kv_cache_memory="512M").start() for n in (1, 2)]
         gateway = Gateway(redis=redis, servers=[w.gateway_addr for w in workers]).start()

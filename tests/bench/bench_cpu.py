@@ -458,8 +458,10 @@ def main():
             rows = table.merge(FILE, [])
             table.replace_between(RESULTS, "<!-- bench-cpu -->", "<!-- end -->", table.sections(rows, ORDER))
             print(f"bench-cpu: {len(rows)} rows of {os.path.relpath(FILE, ROOT)} are in {os.path.relpath(RESULTS, ROOT)}")
-        case _:
-            sys.exit(__doc__)
+        case ["--help" | "-h"]:
+            print(__doc__.strip())
+        case given:
+            sys.exit(f"bench_cpu.py: takes nothing, hold MODEL, release MODEL or table, not {' '.join(given)} (--help says more)")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from conftest import BUILD  # noqa: E402
 from fake_worker import FakeWorker  # noqa: E402
 from gateway import NGINX, Gateway, chat  # noqa: E402
 from stack import Process, Redis, free_port, wait_until  # noqa: E402
+import table  # noqa: E402
 
 WORDS = "river stone lamp garden winter copper signal harbor meadow thunder violet anchor".split()
 REPLY = json.dumps({"id": "x", "object": "chat.completion", "created": 1, "model": "smollm2", "choices": [
@@ -128,6 +129,7 @@ def measure(gateway):
 
 
 def main():
+    table.arguments(__doc__)
     with Redis() as redis, InstantWorker() as worker:
         gateway = Gateway(redis, servers=[worker.addr], server=PLAIN, http=f"upstream plain {{ server {worker.addr}; keepalive 64; }}").start()
         fleet = FakeWorker("w1")

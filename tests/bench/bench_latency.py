@@ -23,6 +23,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
 from conftest import BUILD, MODELS, ROOT  # noqa: E402
 from stack import SMOLLM2, Worker  # noqa: E402
+import table  # noqa: E402
 
 QWEN = os.path.join(MODELS, "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf")
 THREADS = int(os.environ.get("THREADS", os.cpu_count() or 2))
@@ -234,6 +235,7 @@ def worker_cpu(worker):
 
 
 def main():
+    table.arguments(__doc__)
     parts = {"start": start_part, "step": step_part, "streams": streams_part, "hit": hit_part, "busy": busy_part}
     wanted = os.environ.get("ONLY", " ".join(parts)).split()
     print(f"one worker, {THREADS} threads")

@@ -19,6 +19,7 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.join(HERE, "..", "golden")]
 import references  # noqa: E402
+import table  # noqa: E402
 
 ROUNDS = 7
 FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "qwen2": "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"}
@@ -91,7 +92,7 @@ def show(rows):
 
 
 def main():
-    build, models = sys.argv[1:3]
+    build, models = table.arguments(__doc__, "BUILD", "MODELS")
     with open(os.path.join(models, "shakespeare.txt"), encoding="utf-8") as f:
         shakespeare = f.read()
     text = shakespeare[:420_000]

@@ -21,6 +21,7 @@ sys.path[:0] = [HERE, os.path.join(HERE, "..", "tools"), os.path.join(HERE, ".."
 from conftest import BUILD, ROOT  # noqa: E402
 from schemas import BLOCK, FINGERPRINT, SCHEMA, Schemas, grid_of, source  # noqa: E402
 from stack import Redis  # noqa: E402
+import table  # noqa: E402
 
 BATCH, WORKERS = 256, 16
 BLOCKS = (1, 64, 512, 6250)
@@ -158,6 +159,7 @@ def route_times(fleets, lengths, calls):
 
 
 def main():
+    table.arguments(__doc__)
     counts = [int(float(x)) for x in (os.environ.get("CLAIMS") or "1000000").split()]
     fleets = [int(x) for x in (os.environ.get("FLEETS") or "").split()] or FLEETS
     lengths = [int(x) for x in (os.environ.get("BLOCKS") or "").split()] or BLOCKS

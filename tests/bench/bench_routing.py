@@ -33,6 +33,7 @@ from fallback import Gateway  # noqa: E402
 from fleet import Fleet, Rates  # noqa: E402
 from schemas import FINGERPRINT, SCHEMA, Schemas, source  # noqa: E402
 from stack import Redis  # noqa: E402
+import table  # noqa: E402
 
 WORKERS = 8
 LOST_SECONDS = 300
@@ -281,6 +282,7 @@ def show(results, load, kvgate, took):
 
 
 def main():
+    table.arguments(__doc__)
     trace = os.environ.get("TRACE", "")
     gateways = int(os.environ.get("GATEWAYS") or 1)
     loads = [float(x) for x in (os.environ.get("LOAD") or "1 1.4").split()]

@@ -33,6 +33,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from conftest import BUILD, ROOT  # noqa: E402
 from spec_prompts import prompts  # noqa: E402
 from stack import Process, Worker, free_port  # noqa: E402
+import table  # noqa: E402
 
 MODELS = os.path.join("build", "models")
 MODEL = os.environ.get("MODEL", os.path.join(MODELS, "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"))
@@ -281,6 +282,7 @@ def measure_some(rows, mine, goal, results, pool):
 
 
 def main():
+    table.arguments(__doc__)
     rows = [row_of(text) for text in os.environ["ROWS"].split()] if "ROWS" in os.environ else all_rows()
     results = load()
     print(f"{os.path.basename(MODEL)}, drafts by {os.path.basename(DRAFT)} or ngram, {PAIRS} pairs a row; {PROGRAM or BUILD};"

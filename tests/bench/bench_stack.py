@@ -26,6 +26,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from bench_spec import MISSING, interval  # noqa: E402
 from conftest import ROOT  # noqa: E402
 from stack import SMOLLM2, Worker  # noqa: E402
+import table  # noqa: E402
 
 MODEL = os.environ.get("MODEL", SMOLLM2)
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
@@ -188,6 +189,7 @@ def missing_rounds(samples, configs):
 
 
 def main():
+    table.arguments(__doc__)
     samples = load_samples()
     configs = os.environ.get("CONFIGS", " ".join(CONFIGS)).split()
     todo = missing_rounds(samples, configs)

@@ -3,7 +3,19 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
+
+
+def arguments(doc, *names):
+    """The program's arguments, one for each name. --help prints `doc` and ends; any other number of them ends with one line."""
+    given = sys.argv[1:]
+    if "--help" in given or "-h" in given:
+        print(doc.strip())
+        sys.exit(0)
+    if len(given) != len(names) or any(a.startswith("-") for a in given):
+        sys.exit(f"{os.path.basename(sys.argv[0])}: takes {' '.join(names) or 'no arguments'}, not {' '.join(given) or 'none'} (--help says more)")
+    return given
 
 
 def better(value, other, high):

@@ -192,3 +192,11 @@ def test_a_gguf_becomes_a_folder_for_transformers(toy, tmp_path):
     assert embed["shape"] == [config["vocab_size"], config["hidden_size"]] and embed["dtype"] == "BF16"
     assert len(raw) == 8 + size + max(t["data_offsets"][1] for n, t in header.items() if n != "__metadata__")
     assert "model.layers.1.self_attn.q_proj.weight" in header
+
+
+@pytest.mark.parametrize("name", sorted(f for f in os.listdir(HERE) if f.startswith("bench_") and f.endswith(".py")))
+def test_a_benchmark_says_what_it_does_and_refuses_what_it_does_not_know(name):
+    run = lambda *more: subprocess.run([sys.executable, os.path.join(HERE, name), *more], capture_output=True, text=True, timeout=240)  # noqa: E731
+    told, refused = run("--help"), run("--nonsense")
+    assert told.returncode == 0 and len(told.stdout.splitlines()) > 3 and not told.stderr
+    assert refused.returncode == 1 and not refused.stdout and len(refused.stderr.splitlines()) == 1 and "--nonsense" in refused.stderr
