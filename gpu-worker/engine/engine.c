@@ -25,7 +25,7 @@ struct engine {
     pthread_cond_t checked; /* engine_check waits here */
     struct request *live;   /* all requests from submission to last event */
     struct request *first_new, **last_new;
-    uint32_t n_live, n_choices, max_waiting;
+    uint32_t n_live, n_choices, max_waiting; /* n_choices: of clients */
     uint64_t last_id;
     bool cancels, draining, drain_told, closing; /* cancels: some live request is marked */
     bool check_wanted, check_failed;
@@ -33,6 +33,12 @@ struct engine {
 };
 
 /* ---- requests come and go -------------------------------------------------------------------------------------------------- */
+
+/* Choices that max_waiting is about: what warms the cache is not refused for it, and no client is for that. */
+static uint32_t counted(const struct request *request)
+{
+    return request->warm ? 0 : request->n_choices;
+}
 
 static void link_live(struct engine *engine, struct request *request)
 {
@@ -45,7 +51,7 @@ static void link_live(struct engine *engine, struct request *request)
     *engine->last_new = request;
     engine->last_new = &request->next_new;
     engine->n_live++;
-    engine->n_choices += request->n_choices;
+    engine->n_choices += counted(request);
 }
 
 static void on_ended(void *context, struct request *request)
@@ -57,7 +63,7 @@ static void on_ended(void *context, struct request *request)
     if (request->after)
         request->after->before = request->before;
     engine->n_live--;
-    engine->n_choices -= request->n_choices;
+    engine->n_choices -= counted(request);
     pthread_mutex_unlock(&engine->mutex);
     request_free(request);
 }
@@ -69,7 +75,7 @@ static int enqueue(struct engine *engine, struct request *request, uint64_t *req
     pthread_mutex_lock(&engine->mutex);
     if (engine->draining || engine->closing) {
         rc = kvg_fail(err, KVG_LIMIT, "this worker is shutting down");
-    } else if (engine->n_choices + request->n_choices > engine->max_waiting + engine->info.max_num_seqs) {
+    } else if (engine->n_choices + counted(request) > engine->max_waiting + engine->info.max_num_seqs) {
         rc = kvg_fail(err, KVG_LIMIT, "%u choices are running or waiting; this worker takes no more than %u", engine->n_choices,
                       engine->max_waiting + engine->info.max_num_seqs);
     } else {

@@ -319,6 +319,15 @@ void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
         plan_admissions(sched, plan, &room, now);
 }
 
+uint32_t sched_waiting(const struct scheduler *sched)
+{
+    uint32_t n = 0;
+
+    for (const struct sequence *seq = sched->oldest; seq; seq = seq->younger)
+        n += !seq->request->warm;
+    return n;
+}
+
 uint64_t sched_backlog(const struct scheduler *sched)
 {
     uint64_t tokens = 0;

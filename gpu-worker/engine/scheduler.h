@@ -61,5 +61,7 @@ void sched_add(struct scheduler *sched, struct sequence *seq, double now);
 void sched_remove(struct scheduler *sched, struct sequence *seq);
 /* Admits, preempts, grows block tables, and fills the plan of the next step. plan->n is 0 only when nothing runs or waits. */
 void sched_plan(struct scheduler *sched, struct step_plan *plan, double now);
+/* Sequences of clients that wait: those that warm the cache are left out. */
+uint32_t sched_waiting(const struct scheduler *sched);
 /* Prompt tokens queued or admitted and not yet computed, plus 16 a running decode. */
 uint64_t sched_backlog(const struct scheduler *sched);

@@ -339,6 +339,7 @@ void step_run(struct stepper *step)
     sched_plan(&step->sched, &step->plan, start);
     if (step->plan.n == 0)
         log_fatal("engine: %u sequences wait and nothing can run", step->sched.n_waiting);
+    step->metrics->waiting = sched_waiting(&step->sched); /* who is answered in this step may ask again before step_report */
     batch_fill(&step->batch, &step->plan);
     step_lap(step, STEP_SCHEDULE);
     forward_and_sample(step);
@@ -356,10 +357,11 @@ void step_report(struct stepper *step)
     struct engine_metrics *m = step->metrics;
     struct cache_counts counts;
     uint64_t backlog = sched_backlog(&step->sched);
+    uint32_t waiting = sched_waiting(&step->sched);
 
     cache_counts(step->cache, &counts);
     m->running = step->sched.n_running;
-    m->waiting = step->sched.n_waiting;
+    m->waiting = waiting;
     m->blocks_total = counts.total;
     m->blocks_used = counts.used;
     m->blocks_cached = counts.cached;
@@ -373,7 +375,7 @@ void step_report(struct stepper *step)
         return;
     answer_snapshot(step);
     publisher_report(step->publisher, &(struct publisher_load){.running = step->sched.n_running,
-                                                               .waiting = step->sched.n_waiting,
+                                                               .waiting = waiting,
                                                                .blocks_used = counts.used,
                                                                .blocks_total = counts.total,
                                                                .backlog = backlog});

@@ -29,6 +29,7 @@ struct warm {
     struct warm_prompt *due;  /* the first that was not submitted */
     struct warm_prompt *open; /* the first that was not seen done */
     size_t n_prompts, n_tokens;
+    size_t n_short, n_again; /* left out: without a whole block; with the blocks of another */
     size_t n_submitted, n_done, tokens_done;
     atomic_size_t n_failed;
     int64_t started_ms, told_ms;
@@ -118,6 +119,31 @@ static int keep_prompt(struct warm *warm, struct kvg_ids ids, struct kvg_str sal
     return 0;
 }
 
+/* Whether a prompt before this one has all its blocks. */
+static bool is_known(const struct warm *warm, const uint32_t *ids, size_t n_whole, struct kvg_str salt)
+{
+    for (const struct warm_prompt *one = warm->first; one; one = one->next)
+        if (one->ids.n >= n_whole && memcmp(one->ids.ids, ids, n_whole * sizeof *ids) == 0 && one->salt.len == salt.len &&
+            memcmp(one->salt.bytes, salt.bytes, salt.len) == 0)
+            return true;
+    return false;
+}
+
+/* Only whole blocks are cached. */
+static int keep_useful(struct line_reader *reader, struct kvg_ids ids, struct kvg_str salt)
+{
+    struct warm *warm = reader->warm;
+    size_t n_whole = ids.n - ids.n % reader->info.block_size;
+
+    if (n_whole == 0)
+        warm->n_short++;
+    else if (is_known(warm, ids.ids, n_whole, salt))
+        warm->n_again++;
+    else
+        return keep_prompt(warm, ids, salt);
+    return 0;
+}
+
 /* Every prompt of the body, judged as the HTTP interface judges it; sampling parameters are checked and not needed. */
 static int read_body(struct line_reader *reader, const struct kvg_json *body)
 {
@@ -141,7 +167,7 @@ static int read_body(struct line_reader *reader, const struct kvg_json *body)
                 0 ||
             check_length(reader, ids.n, cause) < 0)
             return -1;
-        if (keep_prompt(reader->warm, ids, salt) < 0)
+        if (keep_useful(reader, ids, salt) < 0)
             return kvg_fail(cause, KVG_NOMEM, "out of memory");
     }
     return 0;
@@ -186,7 +212,7 @@ static int read_file(struct line_reader *reader, FILE *file, const char *path, s
     if (rc >= 0 && ferror(file))
         rc = kvg_fail(err, KVG_FILE, "--warm %.*s: %s", NAME_SHOWN, path, strerror(errno));
     free(text);
-    if (rc >= 0 && reader->warm->n_prompts == 0)
+    if (rc >= 0 && reader->warm->n_prompts + reader->warm->n_short == 0)
         rc = kvg_fail(err, KVG_INVALID, "--warm %.*s: it holds no request", NAME_SHOWN, path);
     return rc;
 }
@@ -213,6 +239,9 @@ int warm_open(struct warm **out, const char *path, const struct server_options *
         warm_close(warm);
         return -1;
     }
+    if (warm->n_short + warm->n_again)
+        log_info("warm: left out: %zu prompts shorter than a block of %u tokens, %zu whose blocks another has", warm->n_short,
+                 reader.info.block_size, warm->n_again);
     warm->due = warm->open = warm->first;
     *out = warm;
     return 0;
@@ -285,7 +314,7 @@ int warm_advance(struct warm *warm, struct kvg_error *err)
     take_done(warm);
     for (; warm->due && warm->n_submitted - warm->n_done < AT_A_TIME; warm->due = warm->due->next, warm->n_submitted++) {
         int rc = submit(warm->due, err);
-        if (rc == KVG_LIMIT) /* clients got in before: there is time */
+        if (rc == KVG_LIMIT) /* the worker is shutting down */
             break;
         if (rc < 0)
             return -1;

@@ -14,9 +14,10 @@
 
 struct warm;
 
-/* path: request bodies for chat or completions (told by "messages" and "prompt"), one a line; empty lines are skipped. Reads and
- * tokenizes all of it. Of `server` the names, the listeners and the key count. The engine and the model stay the caller's and
- * outlive the result. 0, or -1 with err naming file, line and member. */
+/* path: request bodies for chat or completions (told by "messages" and "prompt"), one a line; empty lines are skipped, and with a
+ * line in the log prompts without a whole block and those whose blocks another has. Reads and tokenizes all of it. Of `server`
+ * the names, the listeners and the key count. The engine and the model stay the caller's and outlive the result. 0, or -1 with
+ * err naming file, line and member. */
 int warm_open(struct warm **out, const char *path, const struct server_options *server, struct engine *engine,
               const struct kvg_prompt_model *prompt_model, struct kvg_error *err);
 /* Asks the engine for what is due; call it every few milliseconds. 1: all is computed, and the log says so; 0: not yet; -1 with

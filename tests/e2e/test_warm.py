@@ -102,6 +102,30 @@ def test_a_warming_worker_answers_but_is_not_ready_and_unknown_to_redis(tmp_path
             worker.close()
 
 
+def test_prompts_without_a_block_and_repeated_ones_are_left_out(tmp_path):
+    path = write(tmp_path, {"prompt": "short"}, {"prompt": text(1, 80)}, {"prompt": text(1, 80)}, {"prompt": text(1, 80), "cache_salt": "s"})
+    with Worker("--max-model-len", 2048, "--warm", path) as worker:
+        assert "warm: left out: 1 prompts shorter than a block of 32 tokens, 1 whose blocks another has" in worker.log()
+        assert "warm: 2 prompts of " in worker.log()
+        assert worker.metric("kvgate_engine_steps_total") <= 2
+    with Worker("--max-model-len", 2048, "--warm", write(tmp_path, {"prompt": "short"})) as worker:
+        assert "warm: 0 prompts of 0 tokens" in worker.log()
+
+
+def test_warming_and_clients_do_not_refuse_each_other_where_little_may_wait(tmp_path):
+    path = write(tmp_path, *({"prompt": text(n, 700)} for n in range(12)))
+    worker = Worker("--max-model-len", 2048, "--max-num-seqs", 1, "--max-waiting", 1, "--warm", path)
+    try:
+        launch(worker)
+        wait_until(lambda: ready(worker) == (503, "warming"), 60, "warming", 0.005)
+        for n in range(3):  # one at a time: never more than may wait
+            assert usage(worker, "/v1/completions", {"prompt": f"Client {n}", "max_tokens": 1})["completion_tokens"] == 1
+        wait_until(lambda: ready(worker) == (200, "ready"), 60, "ready")
+        assert "warm: 12 prompts of " in worker.log() and "not computed" not in worker.log()
+    finally:
+        worker.close()
+
+
 def test_a_signal_ends_the_warming(tmp_path):
     worker = Worker("--max-model-len", 2048, "--warm", write(tmp_path, *({"prompt": text(n, 1500)} for n in range(30))))
     try:

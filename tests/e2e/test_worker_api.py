@@ -503,7 +503,7 @@ def test_flags_are_checked(build, models):
     assert run_flags(program, "--version").stdout.startswith("kvgate-worker ")
     for flags in ([], ["--nonsense"], ["--model"], ["--model", model, "--port", "70000"], ["--model", model, "--block-size", "33"],
                   ["--model", model, "--kv-cache-memory", "lots"], ["--model", model, "--kv-cache-memory", "0.5 "],
-                  ["--model", model, "--device", "tpu"], ["--model", model, "stray"],
+                  ["--model", model, "--device", "tpu"], ["--model", model, "--cpu-arithmetic", "int9"], ["--model", model, "stray"],
                   ["--model", model, "--redis", "redis://127.0.0.1"], ["--model", model, "--served-model-name", "a b"],
                   ["--model", model, "--kv-cache-dtype", "fp4"], ["--model", model, "--max-num-seqs=0"], ["--model", model, "--speculative-model", ""],
                   ["--model", model, "--num-speculative-tokens", "5"], ["--model", model, "--spec-accept", "rejection"],

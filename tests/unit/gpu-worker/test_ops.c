@@ -785,6 +785,10 @@ static void test_bad_options_and_steps_are_refused(void **unused)
     assert_int_equal(cpu_backend_open(&backend, &options, &err), KVG_INVALID);
     assert_non_null(strstr(err.message, "sse9"));
     options.isa = "generic";
+    options.arithmetic = "int9";
+    assert_int_equal(cpu_backend_open(&backend, &options, &err), KVG_INVALID);
+    assert_string_equal(err.message, "unknown --cpu-arithmetic \"int9\" (auto, int8, int16)");
+    options.arithmetic = "int8";
     assert_int_equal(cpu_backend_open(&backend, &options, &err), 0);
     struct backend_kv kv = {1, 3, 2, 16, 4, 16};
     assert_true(backend->ops->kv_alloc(backend, &kv, &err) != 0); /* 3 heads over 2 */
