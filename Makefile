@@ -20,7 +20,7 @@ endif
 # APT builds and runs the stack, APT_TEST is what tests and developers need on top.
 APT := gcc libc6-dev make pkg-config python3 python3-venv curl ca-certificates iproute2 procps util-linux \
        nginx nginx-dev dpkg-dev libhiredis-dev redis-server redis-tools libutf8proc-dev libxxhash-dev libhttp-parser-dev \
-       libssl-dev zlib1g-dev
+       libssl-dev zlib1g-dev libopenblas-dev
 APT_TEST := g++ clang clang-format clang-tidy cmake cppcheck libclang-rt-14-dev libcmocka-dev valgrind docker-compose nghttp2-client git shellcheck chromium \
             redis-sentinel stunnel4 openssl
 PIP := setuptools==66.1.1 wheel==0.48.0 scikit-build-core==1.1.2 pytest==9.2.0 pytest-timeout==2.4.0 openai==3.57.0 redis==8.1.0 \
@@ -104,6 +104,10 @@ $(B)/kvgate-worker: $(B)/gpu-worker/main.o $(LIBS)
 $(B)/kvgate-score: $(B)/gpu-worker/tools/kvgate_score.o $(LIBS)
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+$(B)/kvgate-quantize: $(B)/gpu-worker/tools/kvgate_quantize.o $(LIBS)
+	$(call say,LD)
+	$(Q)$(CC) $(LDFLAGS) $^ -o $@ -lopenblas $(LDLIBS)
+$(B)/tests/unit/gpu-worker/test_gptq: LDLIBS += -lopenblas
 # kvgate-eval: Python with the standard library alone, in one file.
 EVAL_SRC := $(wildcard gpu-worker/tools/eval/*.py)
 $(B)/kvgate-eval: $(EVAL_SRC)
@@ -262,7 +266,7 @@ $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html ngin
 module: $(MODULE)
 
 #: programs                build/kvgate-worker and build/kvgate-prompt
-programs: $(B)/kvgate-prompt $(B)/kvgate-worker $(B)/kvgate-score $(B)/kvgate-eval
+programs: $(B)/kvgate-prompt $(B)/kvgate-worker $(B)/kvgate-score $(B)/kvgate-eval $(B)/kvgate-quantize
 #: all                     module and programs; the default
 all: programs module
 #: unit, tools             compiles the unit tests; the tools of tests and benchmarks

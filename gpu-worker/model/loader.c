@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/log.h"
+#include "gpu-worker/model/watch.h"
 
 enum { KEY_SIZE = 96, FREQUENCIES_MAX = 512 };
 
@@ -189,6 +190,8 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
         struct kvg_error cause = err ? *err : (struct kvg_error){0};
         return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
     }
+    if (use == WEIGHT_MATMUL && loader->watch)
+        loader->watch->weight(loader->watch->context, name, *out, rows, cols);
     if (use == WEIGHT_MATMUL) /* the backend has a copy of its own */
         kvg_gguf_release(loader->gguf, tensor);
     bool *used = &loader->used[tensor - loader->gguf->tensors];

@@ -6,6 +6,8 @@
 #include "libprompt/error.h"
 #include "libprompt/gguf.h"
 
+struct model_watch;
+
 enum { MAX_LAYERS = 1024 };
 
 /* The numbers of a decoder-only transformer, as the file's metadata gives them, checked against each other. */
@@ -24,6 +26,7 @@ struct loader {
     uint64_t loaded_bytes, total_bytes;
     void (*progress)(double share, void *context);
     void *context;
+    const struct model_watch *watch; /* is told of every matrix; NULL = none */
 };
 
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err);

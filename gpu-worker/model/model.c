@@ -6,12 +6,14 @@
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/family.h"
 #include "gpu-worker/model/loader.h"
+#include "gpu-worker/model/watch.h"
 
 enum { DEFAULT_ROWS = 2048, DEFAULT_SEQS = 64 };
 
 struct model {
     struct kvg_gguf *gguf; /* mapped as long as the model lives: embeddings are read from it */
     struct backend *backend;
+    struct watched *watched; /* with options.watch */
     const struct family *family;
     struct family_model parts;
     struct model_info info;
@@ -55,12 +57,15 @@ static int open_device(struct model *model, struct kvg_error *err)
         failed = open_backend(model, err);
     if (!failed && model->kv.dtype == KV_AUTO)
         model->kv.dtype = model->backend->kv_auto;
+    if (!failed && model->options.watch)
+        failed = watch_install(&model->watched, model->backend, model->options.watch, err);
     return failed;
 }
 
 static int load_weights(struct model *model, struct kvg_error *err)
 {
-    struct loader loader = {.progress = model->options.progress, .context = model->options.context};
+    struct loader loader = {
+        .progress = model->options.progress, .context = model->options.context, .watch = model->options.watch};
     char names[128];
     int failed = loader_init(&loader, model->gguf, model->backend, err);
     if (failed)
@@ -139,6 +144,7 @@ void model_close(struct model *model)
         model->family->free(&model->parts);
     if (model->backend)
         model->backend->ops->close(model->backend);
+    watch_free(model->watched);
     if (model->gguf)
         kvg_gguf_close(model->gguf);
     free(model->seqs);

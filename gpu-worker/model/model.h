@@ -18,6 +18,7 @@
 #include "libprompt/gguf.h"
 
 struct model;
+struct model_watch;
 struct sample_row;
 struct sample_result;
 
@@ -36,6 +37,7 @@ struct model_options {
     uint32_t scored;                               /* ids that a brief batch scores; 0 = there are no brief ones */
     void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
     void *context;
+    const struct model_watch *watch; /* see watch.h; NULL = none. Alive as long as the model */
 };
 
 struct model_info {

@@ -1,0 +1,335 @@
+#include "gpu-worker/tools/calibrate.h"
+#include <cblas.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "gpu-worker/model/model.h"
+#include "gpu-worker/model/watch.h"
+#include "gpu-worker/tools/gptq.h"
+#include "libprompt/prompt.h"
+
+enum { BLOCK = 32, ROWS = 256, OUTPUT_STEP = 4, NO_LAYER = -1, MOST_LINE = 64 << 20 };
+
+/* Matrices that are multiplied with the same input share one. */
+struct sum {
+    float *values; /* [n, n], upper triangle */
+    uint32_t n;
+    uint64_t rows; /* of inputs added */
+    bool factored;
+};
+
+struct matrix {
+    char name[64];
+    const struct tensor *tensor;
+    uint32_t cols;
+    int layer;
+    struct sum *sum; /* NULL until its first product */
+};
+
+struct calibration {
+    struct calibration_options options;
+    struct model *model;
+    struct model_watch watch;
+    struct matrix *matrices;
+    size_t n_matrices, room;
+    uint32_t first, last; /* layers that are summed now */
+    uint32_t *ids;
+    size_t n_ids;
+    bool failed; /* memory ran out inside a forward */
+};
+
+/* ---- the watch --------------------------------------------------------------------------------------------------------- */
+
+static void on_weight(void *context, const char *name, const struct tensor *weight, uint32_t rows, uint32_t cols)
+{
+    struct calibration *c = context;
+    struct matrix matrix = {.tensor = weight, .cols = cols, .layer = NO_LAYER};
+    if (c->n_matrices == c->room) {
+        size_t room = c->room ? 2 * c->room : 256;
+        struct matrix *more = realloc(c->matrices, room * sizeof *more);
+        if (!more) {
+            c->failed = true;
+            return;
+        }
+        c->matrices = more;
+        c->room = room;
+    }
+    snprintf(matrix.name, sizeof matrix.name, "%s", name);
+    if (sscanf(name, "blk.%d.", &matrix.layer) != 1)
+        matrix.layer = NO_LAYER;
+    c->matrices[c->n_matrices++] = matrix;
+}
+
+static struct matrix *find(struct calibration *c, const struct tensor *tensor)
+{
+    for (size_t i = 0; i < c->n_matrices; i++)
+        if (c->matrices[i].tensor == tensor)
+            return &c->matrices[i];
+    return NULL;
+}
+
+static struct sum *new_sum(uint32_t n)
+{
+    struct sum *sum = calloc(1, sizeof *sum);
+    if (sum && !(sum->values = calloc((size_t)n * n, sizeof *sum->values))) {
+        free(sum);
+        return NULL;
+    }
+    if (sum)
+        sum->n = n;
+    return sum;
+}
+
+static void on_product(void *context, const struct tensor *const *weights, uint32_t count, const float *x, uint32_t n)
+{
+    struct calibration *c = context;
+    struct matrix *first = find(c, weights[0]);
+    if (!first || first->layer < (int)c->first || first->layer >= (int)c->last || c->failed)
+        return;
+    if (!first->sum && !(first->sum = new_sum(first->cols))) {
+        c->failed = true;
+        return;
+    }
+    for (uint32_t i = 1; i < count; i++) {
+        struct matrix *other = find(c, weights[i]);
+        if (other)
+            other->sum = first->sum;
+    }
+    first->sum->rows += n;
+    cblas_ssyrk(CblasRowMajor, CblasUpper, CblasTrans, (int)first->cols, (int)n, 1, x, (int)first->cols, 1, first->sum->values,
+                (int)first->cols);
+}
+
+static void drop_sums(struct calibration *c)
+{
+    for (size_t i = 0; i < c->n_matrices; i++) {
+        struct sum *sum = c->matrices[i].sum;
+        if (!sum)
+            continue;
+        for (size_t j = i; j < c->n_matrices; j++)
+            if (c->matrices[j].sum == sum)
+                c->matrices[j].sum = NULL;
+        free(sum->values);
+        free(sum);
+    }
+}
+
+/* ---- the text ---------------------------------------------------------------------------------------------------------- */
+
+static int keep_ids(struct calibration *c, const struct kvg_ids *ids, struct kvg_error *err)
+{
+    size_t n = ids->n < c->options.tokens - c->n_ids ? ids->n : c->options.tokens - c->n_ids;
+    uint32_t *more = realloc(c->ids, (c->n_ids + n + 1) * sizeof *more);
+    if (!more)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu token ids", c->n_ids + n);
+    memcpy(more + c->n_ids, ids->ids, n * sizeof *more);
+    c->ids = more;
+    c->n_ids += n;
+    return 0;
+}
+
+static int add_text(struct calibration *c, const struct kvg_prompt_model *prompt, const char *bytes, size_t n,
+                    struct kvg_error *err)
+{
+    struct kvg_run run = {n, KVG_INPUT};
+    struct kvg_text text = {bytes, n, &run, n ? 1 : 0};
+    struct kvg_arena arena;
+    struct kvg_ids ids;
+    kvg_arena_init(&arena, 0);
+    int failed = kvg_tokenize(kvg_prompt_model_tokenizer(prompt), &text, KVG_ADD_BOS, &arena, &ids, err);
+    if (!failed)
+        failed = keep_ids(c, &ids, err);
+    kvg_arena_free(&arena);
+    return failed;
+}
+
+static int add_line(struct calibration *c, const struct kvg_prompt_model *prompt, const char *line, size_t n,
+                    struct kvg_error *err)
+{
+    struct kvg_arena arena;
+    struct kvg_json *body;
+    struct kvg_ids ids;
+    kvg_arena_init(&arena, 0);
+    int failed = kvg_json_parse(&arena, line, n, NULL, &body, err);
+    const struct kvg_json *text = failed ? NULL : kvg_json_get(body, "text");
+    if (!failed && !text)
+        text = kvg_json_get(body, "prompt");
+    if (!failed && text && text->type == KVG_JSON_STRING)
+        failed = add_text(c, prompt, text->str.bytes, text->str.len, err);
+    else if (!failed && kvg_json_get(body, "messages")) {
+        if (!(failed = kvg_prompt_ids(prompt, KVG_CHAT_COMPLETIONS, body, 0, 0, &arena, &ids, err)))
+            failed = keep_ids(c, &ids, err);
+    } else if (!failed)
+        failed = kvg_fail(err, KVG_INVALID, "a line has neither \"text\" nor \"prompt\" nor \"messages\"");
+    kvg_arena_free(&arena);
+    return failed;
+}
+
+static bool plain(const char *path)
+{
+    size_t n = strlen(path);
+    return n > 4 && strcmp(path + n - 4, ".txt") == 0;
+}
+
+static int read_lines(struct calibration *c, const struct kvg_prompt_model *prompt, FILE *file, struct kvg_error *err)
+{
+    struct kvg_error cause = {0};
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    int failed = 0;
+    for (uint32_t number = 1; !failed && c->n_ids < c->options.tokens && (n = getline(&line, &room, file)) > 0; number++)
+        if (strspn(line, " \t\r\n") < (size_t)n && (failed = add_line(c, prompt, line, (size_t)n, &cause)))
+            kvg_fail(err, failed, "%.100s:%u: %.180s", c->options.text, number, cause.message);
+    free(line);
+    return failed;
+}
+
+/* As much as the tokens can need: none has more than 16 bytes on average. */
+static int read_plain(struct calibration *c, const struct kvg_prompt_model *prompt, FILE *file, struct kvg_error *err)
+{
+    size_t most = (size_t)c->options.tokens * 16;
+    most = most < MOST_LINE ? most : MOST_LINE;
+    char *bytes = malloc(most);
+    if (!bytes)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of text", most);
+    size_t n = fread(bytes, 1, most, file);
+    for (int back = 0; n == most && back < 4 && ((unsigned char)bytes[n - 1] & 0x80); back++)
+        n--; /* no character is cut in two */
+    int failed = add_text(c, prompt, bytes, n, err);
+    free(bytes);
+    return failed;
+}
+
+static int read_text(struct calibration *c, struct kvg_error *err)
+{
+    struct kvg_prompt_model *prompt;
+    FILE *file = fopen(c->options.text, "rb");
+    if (!file)
+        return kvg_fail(err, KVG_FILE, "cannot open %.200s: %s", c->options.text, strerror(errno));
+    int failed = kvg_prompt_model_open(&prompt, c->options.model, 0, err);
+    if (!failed) {
+        failed = (plain(c->options.text) ? read_plain : read_lines)(c, prompt, file, err);
+        kvg_prompt_model_close(prompt);
+    }
+    fclose(file);
+    if (!failed && c->n_ids < c->options.context)
+        return kvg_fail(err, KVG_INVALID, "%.200s has %zu tokens, fewer than a sequence of %u", c->options.text, c->n_ids,
+                        c->options.context);
+    return failed;
+}
+
+/* ---- runs -------------------------------------------------------------------------------------------------------------- */
+
+int calibration_open(struct calibration **out, const struct calibration_options *options, struct kvg_error *err)
+{
+    struct calibration *c = calloc(1, sizeof *c);
+    int failed;
+    if (!c)
+        return kvg_fail(err, KVG_NOMEM, "no memory for a calibration");
+    c->options = *options;
+    c->watch = (struct model_watch){on_weight, on_product, c};
+    struct model_options model = {.path = options->model,
+                                  .device = "cpu",
+                                  .threads = options->threads,
+                                  .max_rows = ROWS,
+                                  .max_seqs = 1,
+                                  .max_outputs = ROWS / OUTPUT_STEP,
+                                  .watch = &c->watch};
+    if ((failed = read_text(c, err)) || (failed = model_open(&c->model, &model, err)) ||
+        (failed = model_kv_alloc(c->model, (options->context + BLOCK - 1) / BLOCK, BLOCK, err))) {
+        calibration_close(c);
+        return failed;
+    }
+    *out = c;
+    return 0;
+}
+
+void calibration_close(struct calibration *c)
+{
+    if (!c)
+        return;
+    drop_sums(c);
+    model_close(c->model);
+    free(c->matrices);
+    free(c->ids);
+    free(c);
+}
+
+uint32_t calibration_tokens(const struct calibration *c)
+{
+    return (uint32_t)(c->n_ids / c->options.context * c->options.context);
+}
+
+uint32_t calibration_layers(const struct calibration *c)
+{
+    return model_info(c->model)->n_layers;
+}
+
+/* Three distinct inputs of the hidden size and one of the feed-forward's, more or less by family: an upper bound of what is kept.
+ */
+uint64_t calibration_layer_bytes(const struct calibration *c)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < c->n_matrices; i++)
+        if (c->matrices[i].layer == 0)
+            bytes += (uint64_t)c->matrices[i].cols * c->matrices[i].cols * sizeof(float);
+    return bytes;
+}
+
+/* The last layer computes its second half for output rows alone: every fourth row is one. */
+static int forward(struct calibration *c, const uint32_t *ids, uint32_t n, uint32_t past, const uint32_t *blocks,
+                   uint32_t n_blocks, struct kvg_error *err)
+{
+    struct model_seq seq = {0, n, past, blocks, n_blocks};
+    uint32_t outputs[ROWS / OUTPUT_STEP], n_outputs = 0;
+    for (uint32_t i = OUTPUT_STEP - 1; i < n && c->last == model_info(c->model)->n_layers; i += OUTPUT_STEP)
+        outputs[n_outputs++] = i;
+    struct model_batch batch = {n, ids, 1, &seq, n_outputs, outputs};
+    return model_forward(c->model, &batch, err);
+}
+
+int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (*advance)(void *context, uint64_t tokens),
+                    void *context, struct kvg_error *err)
+{
+    uint32_t n_blocks = (c->options.context + BLOCK - 1) / BLOCK, *blocks = calloc(n_blocks, sizeof *blocks);
+    int failed = blocks ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a block table");
+    for (uint32_t i = 0; blocks && i < n_blocks; i++)
+        blocks[i] = i;
+    drop_sums(c);
+    c->first = first;
+    c->last = last;
+    for (uint32_t at = 0; at < calibration_tokens(c) && !failed; at += c->options.context)
+        for (uint32_t past = 0, n; past < c->options.context && !failed; past += n) {
+            n = c->options.context - past < ROWS ? c->options.context - past : ROWS;
+            failed = forward(c, c->ids + at + past, n, past, blocks, n_blocks, err);
+            if (!failed && c->failed)
+                failed = kvg_fail(err, KVG_NOMEM, "no memory for the sums of layers %u to %u", first, last - 1);
+            advance(context, n);
+        }
+    free(blocks);
+    return failed;
+}
+
+const float *calibration_factor(struct calibration *c, const char *name, double damping, uint32_t *n, struct kvg_error *err)
+{
+    struct kvg_error cause = {0};
+    struct sum *sum = NULL;
+    err->code = KVG_OK;
+    for (size_t i = 0; i < c->n_matrices; i++)
+        if (strcmp(c->matrices[i].name, name) == 0)
+            sum = c->matrices[i].sum;
+    if (!sum)
+        return NULL;
+    *n = sum->n;
+    if (!sum->factored) {
+        int failed = gptq_prepare(sum->values, sum->n, damping, &cause);
+        if (failed) {
+            kvg_fail(err, failed, "%.60s: %.200s", name, cause.message);
+            return NULL;
+        }
+        sum->factored = true;
+    }
+    return sum->values;
+}

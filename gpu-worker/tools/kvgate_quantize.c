@@ -1,0 +1,108 @@
+/* kvgate-quantize: writes a model with its matrices in another format.
+ *
+ *   kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16    [--calibration FILE] [--lm-head] [flags]
+ *   kvgate-quantize IN/     OUT/     --format w8a8|gptq-int4    [--calibration FILE] [--lm-head] [flags]
+ *
+ * q8_0, q4_0: the matrices in layers; embedding, output matrix and norms stay as they are. --lm-head: the output matrix (where it
+ * is tied, the embedding) as Q8_0. bf16: every matrix, as a base to compare others with. A matrix that is quantized already is
+ * decoded first: what it lost stays lost. Folders are those of Hugging Face. w8a8: compressed-tensors, int8 weights with a scale
+ * for each row, activations quantized for each token as they come. gptq-int4: symmetric groups of 128, without reordering.
+ * --lm-head: lm_head too.
+ * --calibration: GPTQ (gptq.h) on the inputs that a text gives, instead of rounding each number for itself; q4_0 and gptq-int4.
+ * OUT appears whole or not at all.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "gpu-worker/log.h"
+#include "gpu-worker/tools/quantize.h"
+
+static _Noreturn void usage(const char *what, const char *why)
+{
+    fprintf(stderr, "kvgate-quantize: %s%s%s\n", what, *what ? ": " : "", why);
+    exit(2);
+}
+
+static void read_flags(struct quantize_flags *flags, int argc, char **argv)
+{
+    const struct {
+        const char *name;
+        const char **text;
+        uint32_t *count, most;
+    } known[] = {
+        {"--format", &flags->format, NULL, 0},           {"--calibration", &flags->calibration, NULL, 0},
+        {"--tokens", NULL, &flags->tokens, 1u << 26},    {"--context", NULL, &flags->context, 1 << 16},
+        {"--group", NULL, &flags->group, 128},           {"--threads", NULL, &flags->threads, 1024},
+        {"--memory", NULL, &flags->memory_mib, 1 << 24},
+    };
+    for (int i = 1; i < argc; i++) {
+        size_t k = 0;
+        char *end;
+        if (strcmp(argv[i], "--lm-head") == 0) {
+            flags->lm_head = true;
+            continue;
+        }
+        if (strncmp(argv[i], "--", 2) != 0) {
+            if (flags->in && flags->out)
+                usage(argv[i], "is a third file name");
+            *(flags->in ? &flags->out : &flags->in) = argv[i];
+            continue;
+        }
+        while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
+            k++;
+        if (k == sizeof known / sizeof *known || i + 1 == argc)
+            usage(argv[i], k == sizeof known / sizeof *known ? "is not known" : "needs a value");
+        const char *value = argv[++i];
+        if (known[k].text) {
+            *known[k].text = value;
+            continue;
+        }
+        unsigned long n = strtoul(value, &end, 10);
+        if (*end || value[0] < '0' || value[0] > '9' || n < 1 || n > known[k].most)
+            usage(argv[i - 1], "must be a whole number above 0, and not too large");
+        *known[k].count = (uint32_t)n;
+    }
+    if (!flags->in || !flags->out)
+        usage("", "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
+                  "    [--calibration FILE.jsonl|FILE.txt] [--lm-head]\n"
+                  "    --group N     columns that share a scale in gptq-int4, default 128\n"
+                  "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
+                  "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N");
+}
+
+/* The format's own function. */
+static int (*function_of(const struct quantize_flags *flags))(const struct quantize_flags *flags, struct kvg_error *err)
+{
+    static const struct {
+        const char *name;
+        int (*quantize)(const struct quantize_flags *flags, struct kvg_error *err);
+        bool calibrated;
+    } known[] = {{"q8_0", quantize_gguf, false},
+                 {"q4_0", quantize_gguf, true},
+                 {"bf16", quantize_gguf, false},
+                 {"w8a8", quantize_hf, false},
+                 {"gptq-int4", quantize_hf, true}};
+    for (size_t i = 0; flags->format && i < sizeof known / sizeof *known; i++) {
+        if (strcmp(known[i].name, flags->format) != 0)
+            continue;
+        if (flags->calibration && !known[i].calibrated)
+            usage("--calibration", "serves --format q4_0 and gptq-int4 alone");
+        return known[i].quantize;
+    }
+    usage("--format", "must be one of q8_0, q4_0, bf16, w8a8, gptq-int4");
+}
+
+int main(int argc, char **argv)
+{
+    struct quantize_flags flags = {.tokens = 16384, .context = 512, .memory_mib = 4096, .group = 128, .damping = 0.01};
+    struct kvg_error err = {0};
+
+    read_flags(&flags, argc, argv);
+    if (flags.group < 8 || (flags.group & (flags.group - 1)))
+        usage("--group", "must be a power of two from 8 to 128");
+    log_set_level(LOG_WARN);
+    int failed = function_of(&flags)(&flags, &err);
+    if (failed)
+        fprintf(stderr, "kvgate-quantize: %s\n", err.message);
+    return failed ? 1 : 0;
+}

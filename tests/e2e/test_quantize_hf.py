@@ -1,0 +1,129 @@
+"""kvgate-quantize on Hugging Face folders: its files are read by the safetensors package and mean what their formats say."""
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors
+
+import toy_model
+from conftest import BUILD, ROOT
+
+QUANTIZE = os.path.join(BUILD, "kvgate-quantize")
+SHAPE = toy_model.Shape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256)
+LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def quantize(*args):
+    return subprocess.run([QUANTIZE, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def bf16(raw):
+    return (np.asarray(raw).view("<u2").astype("<u4") << 16).view("<f4")
+
+
+def load(folder):
+    """name -> (dtype, array), BF16 as f32; checks the header as the package does."""
+    with safetensors.safe_open(os.path.join(folder, "model.safetensors"), "np") as file:
+        assert file.keys()
+    data = open(os.path.join(folder, "model.safetensors"), "rb").read()
+    n = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + n])
+    header.pop("__metadata__")
+    out, kinds = {}, {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I8": "i1", "I32": "<i4"}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        array = np.frombuffer(data[8 + n + begin:8 + n + end], kinds[about["dtype"]]).reshape(about["shape"])
+        out[name] = (about["dtype"], bf16(array) if about["dtype"] == "BF16" else array)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf")
+    toy_model.random_model(str(path / "toy.gguf"), shape=SHAPE, seed=3)
+    subprocess.run([sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), str(path / "toy.gguf"), str(path / "hf")], check=True, timeout=120)
+    (path / "hf" / "tokenizer.json").write_text('{"kept": 1}')
+    return str(path / "hf")
+
+
+def names():
+    return [f"model.layers.{layer}.{part}" for layer in range(2) for part in LINEARS]
+
+
+def test_w8a8_has_a_scale_a_row_and_config_names_it(folder, tmp_path):
+    done = quantize(folder, tmp_path / "out", "--format", "w8a8")
+    assert done.returncode == 0, done.stderr
+    source, out = load(folder), load(tmp_path / "out")
+    assert set(out) == {n for n in source} | {f"{n}.weight_scale" for n in names()}
+    for name in names():
+        weight, (kind, q), (scale_kind, scale) = source[name + ".weight"][1], out[name + ".weight"], out[name + ".weight_scale"]
+        assert (kind, scale_kind, scale.shape) == ("I8", "BF16", (weight.shape[0], 1))
+        assert np.abs(q).max() == 127
+        assert np.all(np.abs(q * scale - weight) <= 0.505 * scale + np.abs(weight).max(1, keepdims=True) / 250)
+    for name in source:
+        if name.removesuffix(".weight") not in names():
+            assert out[name][0] == source[name][0] and np.array_equal(out[name][1], source[name][1])
+    config, before = (json.load(open(os.path.join(d, "config.json"))) for d in (tmp_path / "out", folder))
+    about = config.pop("quantization_config")
+    assert config == before
+    assert about["quant_method"] == "compressed-tensors" and about["format"] == "int-quantized" and about["ignore"] == ["lm_head"]
+    group = about["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "channel" and group["input_activations"]["dynamic"] and group["input_activations"]["strategy"] == "token"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"kept": 1}'
+
+
+def unpack_gptq(out, name, group):
+    """Weights [rows, cols] as the format means them: scale * (code - (stored zero + 1))."""
+    qweight, qzeros, scales, g_idx = (out[f"{name}.{part}"][1] for part in ("qweight", "qzeros", "scales", "g_idx"))
+    codes = np.stack([(qweight.view("<u4") >> 4 * i) & 15 for i in range(8)], 1).reshape(-1, qweight.shape[1]).astype(int)
+    zeros = np.stack([(qzeros.view("<u4") >> 4 * i) & 15 for i in range(8)], 2).reshape(qzeros.shape[0], -1).astype(int) + 1
+    assert np.array_equal(g_idx, np.arange(len(g_idx)) // group)
+    return (scales.astype("f4")[g_idx] * (codes - zeros[g_idx])).T
+
+
+@pytest.mark.parametrize("group", [128, 32])
+def test_gptq_int4_unpacks_to_the_nearest_numbers(group, folder, tmp_path):
+    done = quantize(folder, tmp_path / "out", "--format", "gptq-int4", "--group", group)
+    assert done.returncode == 0, done.stderr
+    source, out = load(folder), load(tmp_path / "out")
+    for name in names():
+        weight = source[name + ".weight"][1]
+        got = unpack_gptq(out, name, group)
+        step = np.repeat(2 * np.abs(weight.reshape(weight.shape[0], -1, group)).max(2) / 15, group, 1)
+        assert got.shape == weight.shape
+        # -8 to 7 steps: the largest magnitude is 7.5 steps
+        assert np.all(np.abs(got - weight) <= 0.51 * step + 1e-6)
+    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
+    assert (about["quant_method"], about["bits"], about["group_size"], about["desc_act"], about["sym"]) == ("gptq", 4, group, False, True)
+    packed = sum(out[f"{n}.{p}"][1].nbytes for n in names() for p in ("qweight", "qzeros", "scales"))
+    assert group == 32 or packed <= 0.27 * sum(2 * source[n + ".weight"][1].size for n in names())
+
+
+def test_lm_head_on_request(folder, tmp_path):
+    assert quantize(folder, tmp_path / "a", "--format", "w8a8", "--lm-head").returncode == 0
+    assert load(tmp_path / "a")["lm_head.weight"][0] == "I8"
+    assert json.load(open(tmp_path / "a" / "config.json"))["quantization_config"]["ignore"] == []
+
+
+def test_what_is_quantized_or_exists_is_refused_and_nothing_is_left(folder, tmp_path):
+    assert quantize(folder, tmp_path / "a", "--format", "w8a8").returncode == 0
+    again = quantize(folder, tmp_path / "a", "--format", "w8a8")
+    assert again.returncode == 1 and "exists already" in again.stderr
+    twice = quantize(tmp_path / "a", tmp_path / "b", "--format", "gptq-int4")
+    assert twice.returncode == 1 and "quantized already" in twice.stderr
+    odd = quantize(folder, tmp_path / "c", "--format", "gptq-int4", "--group", 100)
+    assert odd.returncode == 2 and "--group" in odd.stderr
+    missing = quantize("/nowhere", tmp_path / "d", "--format", "w8a8")
+    assert missing.returncode == 1 and "/nowhere" in missing.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_columns_that_are_no_whole_groups_are_refused_by_name(tmp_path):
+    toy_model.random_model(str(tmp_path / "toy.gguf"), shape=toy_model.Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, ffn=96))
+    subprocess.run([sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), str(tmp_path / "toy.gguf"), str(tmp_path / "hf")], check=True, timeout=120)
+    done = quantize(tmp_path / "hf", tmp_path / "out", "--format", "gptq-int4")
+    assert done.returncode == 1 and "model.layers.0." in done.stderr and "groups of 128" in done.stderr
+    assert not (tmp_path / "out").exists()
