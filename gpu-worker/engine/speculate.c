@@ -29,7 +29,7 @@ enum {
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
 static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
-static const double prior_weight = 6, least_gain = 1.04, worth_catching_up = 1.1;
+static const double prior_weight = 3, least_gain = 1.04, worth_catching_up = 1.1;
 static const double for_probes = 0.005; /* share of all time that drafts may take that do not seem to pay */
 
 /* Drafts that were looked at, and accepted ones; both fade. */
