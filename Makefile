@@ -261,7 +261,7 @@ test-cuda: deps
 MODULE := $(B)/ngx_http_kvgate_module.so
 $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html nginx-module/config nginx-module/build.sh nginx-module/exports.map) $(B)/libprompt.a $(B)/libschemas.a
 	$(call say,NGINX)
-	$(Q)nginx-module/build.sh $(B) $@
+	$(Q)SAN=$(SAN) nginx-module/build.sh $(B) $@
 #: module                  build/ngx_http_kvgate_module.so
 module: $(MODULE)
 

@@ -194,7 +194,7 @@ void kvg_segment_add(struct kvg_segment_memory *memory, const char *text, size_t
     struct shard *shard = shard_of(memory, hash);
     struct entry *entry;
 
-    if (bytes > memory->shard_bytes / 4)
+    if (bytes > memory->shard_bytes / 2)
         return;
     entry = new_entry(text, len, hash, ids, n, ids_at, bytes);
     if (!entry)

@@ -28,7 +28,7 @@ void kvg_segment_memory_close(struct kvg_segment_memory *memory); /* no segment 
 /* The segment of text[0..len), held until kvg_segment_release, or NULL; *hash is what kvg_segment_add wants. */
 const struct kvg_segment *kvg_segment_find(struct kvg_segment_memory *memory, const char *text, size_t len, uint64_t *hash);
 void kvg_segment_release(const struct kvg_segment *segment);
-/* Remembers copies; does nothing when they are too large (over 1/4 of a shard), known already, or memory is exhausted. */
+/* Remembers copies; does nothing when they are too large (over half a shard: at 32 MB a segment of about 190,000 tokens), known already, or memory is exhausted. */
 void kvg_segment_add(struct kvg_segment_memory *memory, const char *text, size_t len, uint64_t hash, const uint32_t *ids,
                      size_t n);
 

@@ -12,6 +12,8 @@ version=$(sed -n "s/^VERSION *:= *//p" "$(dirname "$module")/Makefile")
 KVGATE_ROOT=$(dirname "$module")
 KVGATE_BUILD=$build
 export KVGATE_ROOT KVGATE_BUILD
+# Of all of it only the module: nginx must be started with the sanitizer's library in LD_PRELOAD.
+sanitize=${SAN:+-fsanitize=$SAN -fno-sanitize=vptr -fno-omit-frame-pointer -Wno-error}
 
 [ -f "$source/conf_flags" ] || { echo "build.sh: $source: no nginx sources (Debian package nginx-dev)" >&2; exit 1; }
 
@@ -23,8 +25,8 @@ if [ ! -f "$tree/objs/Makefile" ] || [ "$module/config" -nt "$tree/objs/Makefile
     cd "$tree"
     # shellcheck source=/dev/null
     . ./conf_flags
-    ./configure --with-cc-opt="$(dpkg-buildflags --get CFLAGS) -fPIC $(dpkg-buildflags --get CPPFLAGS) -DKVGATE_VERSION=$version" \
-        --with-ld-opt="$(dpkg-buildflags --get LDFLAGS) -fPIC" \
+    ./configure --with-cc-opt="$(dpkg-buildflags --get CFLAGS) -fPIC $(dpkg-buildflags --get CPPFLAGS) -DKVGATE_VERSION=$version $sanitize" \
+        --with-ld-opt="$(dpkg-buildflags --get LDFLAGS) -fPIC $sanitize" \
         "${NGX_CONF_FLAGS[@]}" --add-dynamic-module="$module" --builddir="$tree/objs" > "$build/nginx-configure.log" 2>&1 ||
         { cat "$build/nginx-configure.log" >&2; rm -f "$tree/objs/Makefile"; exit 1; }
 fi

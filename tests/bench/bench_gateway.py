@@ -4,14 +4,17 @@
 One nginx with conf/nginx.conf and a location without kvgate beside it; behind both one more nginx that answers every request at
 once. Chats of 2,000 tokens behind one system prompt and prompts of 100,000 tokens, warm; the latter once more cold, each with
 another beginning; the chats also as a stream of 21 events. Open loop at RATE requests a second (300; long prompts at a thirtieth of it), and chats at saturation with 16
-connections. Lengths are about right: words are counted, not tokens. Added latency is the difference of the medians (of the 99th percentiles) of all rounds. Prints a table and writes
+connections. Also how long after a client left its upstream connection is closed, while it waits for a reply or reads a stream. Lengths are about right: words are counted, not tokens. Added latency is the difference of the medians (of the 99th percentiles) of all rounds. Prints a table and writes
 build/bench-gateway.json.
 """
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import threading
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
@@ -67,6 +70,57 @@ location /s/ {{ default_type text/event-stream; return 200 '{STREAM}'; }} }} }}"
     answers = Gateway.answers
 
 
+class Leaving:
+    """A worker that never ends its replies: when() is the moment at which its client's connection was closed."""
+
+    def __init__(self):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.addr = "127.0.0.1:%d" % self.listener.getsockname()[1]
+        self.asked, self.closed = threading.Event(), threading.Event()
+        self.at = None
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            connection, _ = self.listener.accept()
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += connection.recv(65536)
+            if b"X-Stream: 1" in head:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {}\n\n")
+            self.asked.set()
+            while connection.recv(65536):
+                pass
+            self.at = time.perf_counter()
+            connection.close()
+            self.closed.set()
+
+    def when(self, gateway, path, stream):
+        """Milliseconds from a client's close to the worker's end of file."""
+        self.asked.clear()
+        self.closed.clear()
+        body = json.dumps(chat("hello world " * 200)).encode()
+        with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+            client.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nX-Stream: %d\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                           % (path.encode(), stream, len(body), body))
+            if stream:
+                client.recv(4096)
+            if not self.asked.wait(10):
+                sys.exit("bench-gateway: a request did not reach its worker")
+            time.sleep(0.02)
+            left = time.perf_counter()
+        if not self.closed.wait(10):
+            return 10e3
+        return 1e3 * (self.at - left)
+
+
+def leaving(gateway, worker, runs):
+    for stream, name in ((1, "in a stream"), (0, "before a reply")):
+        times = {path: [worker.when(gateway, path, stream) for _ in range(runs)] for path in ("/plain-leave/chat/completions", "/leave/chat/completions")}
+        plain, ours = (max(values) for values in times.values())
+        yield {**row(f"client leaves {name}: upstream closed after, longest of {runs}", "ms", ours, plain, 50), "runs": runs}
+
+
 def text(number, tokens):
     return " ".join(WORDS[(i * (number % 11 + 3) + i // 7 + number) % len(WORDS)] for i in range(tokens))
 
@@ -106,7 +160,7 @@ SECONDS = float(os.environ.get("SECONDS_EACH") or 3)
 LONG = int(os.environ.get("LONG") or 100_000)
 
 
-def measure(gateway):
+def measure(gateway, leave):
     system = text(1, 1900)
     chats = [{**chat(f"question {i}: " + text(i, 60)), "max_tokens": 1} for i in range(32)]
     for body in chats:
@@ -126,17 +180,23 @@ def measure(gateway):
             for n in range(ROUNDS)]
     pairs = [(load(gateway.url + "/plain/v1/chat/completions", bodies, 5), load(gateway.url + "/v1/chat/completions", bodies, 5)) for bodies in cold]
     yield from added(f"{LONG:,} tokens, cold", pairs, {"p99": 30})
+    yield from leaving(gateway, leave, 20)
 
 
 def main():
     table.arguments(__doc__)
     with Redis() as redis, InstantWorker() as worker:
-        gateway = Gateway(redis, servers=[worker.addr], server=PLAIN, http=f"upstream plain {{ server {worker.addr}; keepalive 64; }}").start()
+        leave = Leaving()
+        locations = PLAIN + f"""
+        location /leave/ {{ kvgate "on"; proxy_pass http://leave; proxy_buffering off; }}
+        location /plain-leave/ {{ proxy_pass http://{leave.addr}; proxy_buffering off; }}"""
+        upstreams = f"upstream plain {{ server {worker.addr}; keepalive 64; }} upstream leave {{ server {leave.addr}; }}"
+        gateway = Gateway(redis, servers=[worker.addr], server=locations, http=upstreams).start()
         fleet = FakeWorker("w1")
         try:
             fleet.register(redis, gateway.status()["models"][0]["fingerprint"], addr=worker.addr)
             wait_until(lambda: gateway.workers() == ["w1"], 10, "the worker seen by the gateway")
-            rows = list(measure(gateway))
+            rows = list(measure(gateway, leave))
             reasons = {k: v for k, v in gateway.status()["reasons"].items() if v}
         finally:
             fleet.unregister()

@@ -17,6 +17,7 @@ from conftest import BUILD, ROOT
 from stack import SMOLLM2, Process, Redis, free_port, wait_until
 
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"
+PRELOAD = os.environ.get("NGINX_PRELOAD")  # of a module that was built with a sanitizer: its libraries
 ROUTED = ("prefix", "load", "tie")  # reasons of a request that Redis chose the worker for
 WORDS = "hello world, " * 40  # some whole blocks, so that its worker is not drawn by lot
 
@@ -69,7 +70,8 @@ class Gateway(Process):
             file.write(self.render())
 
     def command(self):
-        return [NGINX, "-p", self.dir, "-c", self.conf, "-e", "stderr", "-g", "daemon off;"]
+        preload = ["env", f"LD_PRELOAD={PRELOAD}", "ASAN_OPTIONS=detect_leaks=0", "UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1"] if PRELOAD else []
+        return preload + [NGINX, "-p", self.dir, "-c", self.conf, "-e", "stderr", "-g", "daemon off;"]
 
     def test(self):
         """nginx -t: (exit status, what it printed)."""
@@ -109,7 +111,7 @@ class Gateway(Process):
     def faults(self):
         """Lines of the error log that no nginx should ever write."""
         return [line for line in self.log().splitlines()
-                if re.search(r"\[(alert|emerg|crit)\]|Sanitizer|signal 1?\d\b.*exited|worker process \d+ exited on signal", line)
+                if re.search(r"\[(alert|emerg|crit)\]|Sanitizer|runtime error:|signal 1?\d\b.*exited|worker process \d+ exited on signal", line)
                 and not any(re.search(e, line) for e in self.expected)]
 
     def stop(self, timeout=20.0):
