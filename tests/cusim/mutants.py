@@ -11,8 +11,8 @@ SOURCES = "gpu-worker/backend/cuda"
 
 # Name, file, what stands there (once), what takes its place (@: this mistake is in force), tests of test_cuda_ops, what it is.
 MISTAKES = [
-    ("no_barrier_after_sums", "gemv.cuh", "keep_sums<ROWS, COLS>(results.sums[pass], acc);\n    }\n    __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
-     "keep_sums<ROWS, COLS>(results.sums[pass], acc);\n    }\n    if (!@)\n        __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
+    ("no_barrier_after_sums", "gemv.cuh", "        }\n    __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
+     "        }\n    if (!@)\n        __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
      "test_products_of_mixed*", "a block's sums are read without a barrier"),
     ("half_of_the_squares", "gemv.cuh", "fmaf(v[i], v[i], squares)", "fmaf(v[i], v[i], @ && i == 2 ? 0.0f : squares)", "test_products_do*", "a part of the sum of squares is dropped"),
     ("up_is_gate", "gemv.cuh", "multiply_floats<KIND, ROWS, COLS>(pass ?", "multiply_floats<KIND, ROWS, COLS>(pass && !@ ?", "test_products_do*", "gate takes the place of up"),

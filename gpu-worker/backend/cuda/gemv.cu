@@ -56,8 +56,8 @@ static void launch_float(struct cuda_backend *cuda, struct products *products, c
     for (uint32_t first = 0; first < n; first += GEMV_ROWS_MAX) {
         products->n = n - first < GEMV_ROWS_MAX ? n - first : (uint32_t)GEMV_ROWS_MAX;
         int bucket = bucket_of(products->n);
-        CU_LAUNCH(float_kernels[products->p[0].w.kind].kernels[bucket], blocks, gemv_threads(1 << bucket), 0, cuda->stream,
-                  *products, x->data + (size_t)first * x->cols);
+        CU_LAUNCH(float_kernels[products->p[0].w.kind].kernels[bucket], blocks, GEMV_THREADS, 0, cuda->stream, *products,
+                  x->data + (size_t)first * x->cols);
         for (uint32_t i = 0; i < products->count; i++)
             products->p[i].out += (size_t)GEMV_ROWS_MAX * products->p[i].w.rows;
     }
@@ -74,6 +74,6 @@ void launch_gemv(struct cuda_backend *cuda, struct products *products, const str
     acts.n_groups = x->cols / QUANT_GROUP;
     int bucket = bucket_of(products->n);
     uint32_t blocks = count_blocks(products);
-    CU_LAUNCH(quant_kernels[products->p[0].w.kind - MATRIX_SCALE_4].kernels[bucket], blocks, gemv_threads(1 << bucket), 0,
-              cuda->stream, *products, acts);
+    CU_LAUNCH(quant_kernels[products->p[0].w.kind - MATRIX_SCALE_4].kernels[bucket], blocks, GEMV_THREADS, 0, cuda->stream,
+              *products, acts);
 }

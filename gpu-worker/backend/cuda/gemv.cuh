@@ -8,21 +8,18 @@
 #pragma once
 #include "gpu-worker/backend/cuda/device.cuh"
 
-static constexpr int GEMV_BLOCK_ROWS = 32;
+static constexpr int GEMV_BLOCK_ROWS = 32, GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP;
 
-/* Rows of W a warp takes: more when there are few columns, so that enough loads are in flight. */
+/* Rows of W a warp takes at a time: more when there are few columns, so that enough loads are in flight. */
 __host__ __device__ constexpr int gemv_rows(int cols)
 {
     return cols == 1 ? 4 : 2;
 }
-__host__ __device__ constexpr int gemv_threads(int cols)
-{
-    return GEMV_BLOCK_ROWS / gemv_rows(cols) * WARP;
-}
-/* For 128 registers a thread: with fewer some variants spill. */
+
+/* Blocks of a multiprocessor: without this bound the compiler aims at more, and some variants spill. */
 __host__ __device__ constexpr int gemv_blocks(int cols)
 {
-    return 512 / gemv_threads(cols);
+    return cols == 1 ? 2 : 1;
 }
 
 /* Which product a block works on. */
@@ -58,11 +55,11 @@ struct gemv_results {
     float sums[2][COLS][GEMV_BLOCK_ROWS + 4], scale[COLS];
 };
 
-/* Sums the lanes' parts: lane c * ROWS + r keeps column c of row r. */
+/* Sums the lanes' parts of rows row.. of the block: lane c * ROWS + r keeps column c of row r. */
 template <int ROWS, int COLS>
-__device__ __forceinline__ void keep_sums(float sums[COLS][GEMV_BLOCK_ROWS + 4], const float acc[ROWS][COLS])
+__device__ __forceinline__ void keep_sums(float sums[COLS][GEMV_BLOCK_ROWS + 4], uint32_t row, const float acc[ROWS][COLS])
 {
-    uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    uint32_t lane = threadIdx.x % WARP;
     float mine = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
@@ -73,7 +70,7 @@ __device__ __forceinline__ void keep_sums(float sums[COLS][GEMV_BLOCK_ROWS + 4],
                 mine = sum;
         }
     if (lane < ROWS * COLS)
-        sums[lane / ROWS][warp * ROWS + lane % ROWS] = mine;
+        sums[lane / ROWS][row + lane % ROWS] = mine;
 }
 
 /* 1 / sqrt(mean x^2 + eps) of each row, from the parts of the sums of squares. */
@@ -83,7 +80,7 @@ __device__ __forceinline__ void load_row_scales(const struct products &args, flo
     const struct row_scale &from = args.scale;
     if (!from.squares)
         return;
-    for (uint32_t c = threadIdx.x / WARP; c < min((uint32_t)COLS, args.n); c += gemv_threads(COLS) / WARP) {
+    for (uint32_t c = threadIdx.x / WARP; c < min((uint32_t)COLS, args.n); c += GEMV_WARPS) {
         float sum = 0;
         for (uint32_t i = threadIdx.x % WARP; i < from.parts; i += WARP)
             sum += from.squares[c * from.parts + i];
@@ -189,7 +186,8 @@ __device__ __forceinline__ void multiply_groups(const struct matrix &w, uint32_t
             int32_t sum = (int32_t)raw.z, below = (int32_t)raw.w;
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                int32_t low = -traits::offset * below, high = -traits::offset * (sum - below);
+                int32_t low = -traits::offset * (traits::super_16 ? below : sum);
+                int32_t high = traits::super_16 ? -traits::offset * (sum - below) : 0;
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     uint32_t a, b;
@@ -204,19 +202,20 @@ __device__ __forceinline__ void multiply_groups(const struct matrix &w, uint32_t
 }
 
 template <int KIND, int COLS>
-__global__ void __launch_bounds__(gemv_threads(COLS), gemv_blocks(COLS)) gemv_quant_kernel(struct products args, struct acts acts)
+__global__ void __launch_bounds__(GEMV_THREADS, gemv_blocks(COLS)) gemv_quant_kernel(struct products args, struct acts acts)
 {
     constexpr int ROWS = gemv_rows(COLS);
     CU_SHARED(gemv_results<COLS>, results);
     const struct product &p = product_of(args, blockIdx.x);
-    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS, row0 = block_row + threadIdx.x / WARP * ROWS;
+    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS;
     load_row_scales<COLS>(args, results.scale);
-    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++) {
-        float acc[ROWS][COLS] = {};
-        if (row0 < p.w.rows)
-            multiply_groups<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, row0, acts, args.n, acc);
-        keep_sums<ROWS, COLS>(results.sums[pass], acc);
-    }
+    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++)
+        for (uint32_t row = threadIdx.x / WARP * ROWS; row < GEMV_BLOCK_ROWS; row += GEMV_WARPS * ROWS) {
+            float acc[ROWS][COLS] = {};
+            if (block_row + row < p.w.rows)
+                multiply_groups<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, block_row + row, acts, args.n, acc);
+            keep_sums<ROWS, COLS>(results.sums[pass], row, acc);
+        }
     __syncthreads();
     finish_products<COLS>(args, p, block_row, results);
 }
@@ -279,19 +278,20 @@ __device__ __forceinline__ void multiply_floats(const struct matrix &w, uint32_t
 
 /* x [n][cols] f32. */
 template <int KIND, int COLS>
-__global__ void __launch_bounds__(gemv_threads(COLS), gemv_blocks(COLS)) gemv_float_kernel(struct products args, const float *x)
+__global__ void __launch_bounds__(GEMV_THREADS, gemv_blocks(COLS)) gemv_float_kernel(struct products args, const float *x)
 {
     constexpr int ROWS = gemv_rows(COLS);
     CU_SHARED(gemv_results<COLS>, results);
     const struct product &p = product_of(args, blockIdx.x);
-    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS, row0 = block_row + threadIdx.x / WARP * ROWS;
+    uint32_t block_row = (blockIdx.x - p.first_block) * GEMV_BLOCK_ROWS;
     load_row_scales<COLS>(args, results.scale);
-    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++) {
-        float acc[ROWS][COLS] = {};
-        if (row0 < p.w.rows)
-            multiply_floats<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, row0, x, args.n, acc);
-        keep_sums<ROWS, COLS>(results.sums[pass], acc);
-    }
+    for (int pass = 0; pass < (args.then == THEN_GATE ? 2 : 1); pass++)
+        for (uint32_t row = threadIdx.x / WARP * ROWS; row < GEMV_BLOCK_ROWS; row += GEMV_WARPS * ROWS) {
+            float acc[ROWS][COLS] = {};
+            if (block_row + row < p.w.rows)
+                multiply_floats<KIND, ROWS, COLS>(pass ? args.p[1].w : p.w, block_row + row, x, args.n, acc);
+            keep_sums<ROWS, COLS>(results.sums[pass], row, acc);
+        }
     __syncthreads();
     finish_products<COLS>(args, p, block_row, results);
 }
