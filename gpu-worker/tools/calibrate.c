@@ -312,14 +312,28 @@ int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (
     return failed;
 }
 
+static struct sum *find_sum(const struct calibration *c, const char *name)
+{
+    for (size_t i = 0; i < c->n_matrices; i++)
+        if (strcmp(c->matrices[i].name, name) == 0 && c->matrices[i].sum)
+            return c->matrices[i].sum;
+    return NULL;
+}
+
+const float *calibration_sum(struct calibration *c, const char *name, uint32_t *n)
+{
+    const struct sum *sum = find_sum(c, name);
+    if (!sum || sum->factored)
+        return NULL;
+    *n = sum->n;
+    return sum->values;
+}
+
 const float *calibration_factor(struct calibration *c, const char *name, double damping, uint32_t *n, struct kvg_error *err)
 {
     struct kvg_error cause = {0};
-    struct sum *sum = NULL;
+    struct sum *sum = find_sum(c, name);
     err->code = KVG_OK;
-    for (size_t i = 0; i < c->n_matrices; i++)
-        if (strcmp(c->matrices[i].name, name) == 0)
-            sum = c->matrices[i].sum;
     if (!sum)
         return NULL;
     *n = sum->n;

@@ -29,3 +29,5 @@ int calibration_run(struct calibration *calibration, uint32_t first, uint32_t la
  * error. */
 const float *calibration_factor(struct calibration *calibration, const char *name, double damping, uint32_t *n,
                                 struct kvg_error *err);
+/* The sums themselves, upper triangle; NULL where the matrix was not run. Not after its factor was asked for. */
+const float *calibration_sum(struct calibration *calibration, const char *name, uint32_t *n);

@@ -9,6 +9,7 @@
  * for each row, activations quantized for each token as they come. gptq-int4: symmetric groups of 128, without reordering.
  * --lm-head: lm_head too.
  * --calibration: GPTQ (gptq.h) on the inputs that a text gives, instead of rounding each number for itself; q4_0 and gptq-int4.
+ * --awq: with q4_0, AWQ (awq.h) instead: columns are scaled, and what feeds them the other way.
  * OUT appears whole or not at all.
  */
 #include <stdio.h>
@@ -42,6 +43,10 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
             flags->lm_head = true;
             continue;
         }
+        if (strcmp(argv[i], "--awq") == 0) {
+            flags->awq = true;
+            continue;
+        }
         if (strncmp(argv[i], "--", 2) != 0) {
             if (flags->in && flags->out)
                 usage(argv[i], "is a third file name");
@@ -64,7 +69,7 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
     }
     if (!flags->in || !flags->out)
         usage("", "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
-                  "    [--calibration FILE.jsonl|FILE.txt] [--lm-head]\n"
+                  "    [--calibration FILE.jsonl|FILE.txt [--awq]] [--lm-head]\n"
                   "    --group N     columns that share a scale in gptq-int4, default 128\n"
                   "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
                   "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N");
@@ -87,6 +92,8 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
             continue;
         if (flags->calibration && !known[i].calibrated)
             usage("--calibration", "serves --format q4_0 and gptq-int4 alone");
+        if (flags->awq && (!flags->calibration || known[i].quantize != quantize_gguf))
+            usage("--awq", "needs --calibration and --format q4_0");
         return known[i].quantize;
     }
     usage("--format", "must be one of q8_0, q4_0, bf16, w8a8, gptq-int4");

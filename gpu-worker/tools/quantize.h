@@ -8,7 +8,7 @@ struct quantize_flags {
     const char *in, *out, *format, *calibration;
     uint32_t tokens, context, threads, memory_mib, group;
     double damping;
-    bool lm_head;
+    bool lm_head, awq; /* awq: instead of GPTQ */
 };
 
 /* in, out: GGUF files; format q8_0, q4_0, bf16. See kvgate_quantize.c. */

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include "gpu-worker/quant/f16.h"
 #include "gpu-worker/quant/quant.h"
+#include "gpu-worker/tools/awq.h"
 #include "gpu-worker/tools/calibrate.h"
 #include "gpu-worker/tools/gguf_write.h"
 #include "gpu-worker/tools/gptq.h"
@@ -25,8 +26,11 @@ struct work {
     const struct kvg_gguf_tensor **sources;
     struct gguf_writer writer;
     struct calibration *calibration;
+    float *scales[3]; /* AWQ, of the present layer: of the inputs of q, k and v; of gate and up; of down */
     struct progress_bar bar;
 };
+
+enum { SCALES_ATTN, SCALES_FFN, SCALES_DOWN };
 
 /* ---- what becomes of each tensor --------------------------------------------------------------------------------------- */
 
@@ -181,18 +185,152 @@ static void pack_q4_0(const float *numbers, const float *scales, uint64_t n, uin
     }
 }
 
-static int write_gptq(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, const float *factor,
-                      struct kvg_error *err)
+/* ---- AWQ --------------------------------------------------------------------------------------------------------------- */
+
+/* Whose columns are scaled, and by which scales; what is divided by them stands in divided_by. */
+static const struct {
+    const char *part;
+    int scales;
+} scaled[] = {{"attn_q", SCALES_ATTN},  {"attn_k", SCALES_ATTN}, {"attn_v", SCALES_ATTN},
+              {"ffn_gate", SCALES_FFN}, {"ffn_up", SCALES_FFN},  {"ffn_down", SCALES_DOWN}};
+
+/* "blk.3.ffn_up.weight" is part "ffn_up". */
+static bool is_part(struct kvg_str name, const char *part)
 {
-    const struct gptq_grid grid = {QUANT_GROUP, q4_0_scale, q4_0_nearest};
+    char text[64], wanted[64];
+    int layer = layer_of(name);
+    snprintf(text, sizeof text, "%.*s", (int)(name.len < 63 ? name.len : 63), name.bytes);
+    snprintf(wanted, sizeof wanted, "blk.%d.%s.weight", layer, part);
+    return layer != NO_LAYER && strcmp(text, wanted) == 0;
+}
+
+/* NULL: its columns are not scaled. */
+static const float *column_scales(const struct work *work, struct kvg_str name)
+{
+    for (size_t i = 0; i < sizeof scaled / sizeof *scaled; i++)
+        if (work->flags->awq && is_part(name, scaled[i].part))
+            return work->scales[scaled[i].scales];
+    return NULL;
+}
+
+/* What produces the inputs that are scaled: a norm's numbers, or the rows of ffn_up. NULL: nothing is divided. */
+static const float *divided_by(const struct work *work, struct kvg_str name)
+{
+    return !work->flags->awq            ? NULL
+           : is_part(name, "attn_norm") ? work->scales[SCALES_ATTN]
+           : is_part(name, "ffn_norm")  ? work->scales[SCALES_FFN]
+           : is_part(name, "ffn_up")    ? work->scales[SCALES_DOWN]
+                                        : NULL;
+}
+
+static const struct gptq_grid q4_0_grid = {QUANT_GROUP, q4_0_scale, q4_0_nearest};
+
+/* One set of scales of a layer: the matrices that share it are decoded, searched and dropped. */
+static int search_scales(struct work *work, int layer, int which, struct kvg_error *err)
+{
+    struct awq_matrix matrices[3];
+    struct rows rows[3] = {0};
+    const float *sum = NULL;
+    uint32_t n = 0, cols = 0;
+    char name[64] = "";
+    double kept;
+    int failed = 0;
+    for (size_t i = 0; i < sizeof scaled / sizeof *scaled && !failed; i++) {
+        if (scaled[i].scales != which)
+            continue;
+        snprintf(name, sizeof name, "blk.%d.%s.weight", layer, scaled[i].part);
+        const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(work->gguf, name);
+        if (!tensor || !(sum = calibration_sum(work->calibration, name, &cols)) || tensor->dims[0] != cols ||
+            tensor->n_dims != 2) {
+            failed = kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
+            break;
+        }
+        rows[n] = (struct rows){quant_find(tensor->ggml_type), &quant_q4_0, work->gguf->map + tensor->offset, NULL, NULL, cols};
+        rows[n].decoded = malloc(tensor->dims[1] * cols * sizeof(float));
+        if (!rows[n].decoded)
+            failed = kvg_fail(err, KVG_NOMEM, "no memory for %s", name);
+        else
+            parallel_ranges(work->flags->threads, tensor->dims[1], decode_rows, &rows[n]);
+        matrices[n] = (struct awq_matrix){rows[n].decoded, (uint32_t)tensor->dims[1]};
+        n++;
+    }
+    free(work->scales[which]);
+    work->scales[which] = malloc((cols + 1) * sizeof(float));
+    if (!failed && !work->scales[which])
+        failed = kvg_fail(err, KVG_NOMEM, "no memory for %u scales", cols);
+    if (!failed)
+        failed = awq_search(matrices, n, cols, sum, &q4_0_grid, work->flags->threads, work->scales[which], &kept, err);
+    for (uint32_t i = 0; i < n; i++)
+        free(rows[i].decoded);
+    return failed;
+}
+
+static int search_layer(struct work *work, int layer, struct kvg_error *err)
+{
+    int failed = 0;
+    for (int which = 0; which < 3 && !failed; which++)
+        failed = search_scales(work, layer, which, err);
+    return failed;
+}
+
+static void scale_matrix(const struct work *work, struct kvg_str name, struct rows *rows, uint64_t n)
+{
+    const float *by = column_scales(work, name), *divisor = divided_by(work, name);
+    for (uint64_t r = 0; r < n; r++)
+        for (uint64_t c = 0; c < rows->cols; c++)
+            rows->decoded[r * rows->cols + c] *= (by ? by[c] : 1) / (divisor ? divisor[r] : 1);
+}
+
+/* A norm whose output is to be smaller. */
+static int write_divided(struct work *work, const struct kvg_gguf_tensor *tensor, const float *divisor, struct kvg_error *err)
+{
+    uint64_t n = tensor->dims[0];
+    float *values = malloc(n * sizeof *values);
+    int failed = values ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a norm of %llu", (unsigned long long)n);
+    if (!failed && (tensor->ggml_type != quant_f32.ggml_type || tensor->n_dims != 1))
+        failed = kvg_fail(err, KVG_UNSUPPORTED, "%.*s is no vector of F32", (int)(tensor->name.len < 80 ? tensor->name.len : 80),
+                          tensor->name.bytes);
+    if (!failed) {
+        memcpy(values, work->gguf->map + tensor->offset, n * sizeof *values);
+        for (uint64_t i = 0; i < n; i++)
+            values[i] /= divisor[i];
+        failed = gguf_write_bytes(&work->writer, values, n * sizeof *values, err);
+    }
+    free(values);
+    return failed;
+}
+
+/* ---- calibrated matrices ----------------------------------------------------------------------------------------------- */
+
+static int round_matrix(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, float *scales,
+                        struct kvg_error *err)
+{
+    char name[64];
+    uint32_t n = 0, n_rows = (uint32_t)tensor->dims[1], cols = (uint32_t)rows->cols, threads = work->flags->threads;
+    snprintf(name, sizeof name, "%.*s", (int)(tensor->name.len < 63 ? tensor->name.len : 63), tensor->name.bytes);
+    err->code = KVG_OK;
+    const float *sums = work->flags->awq ? calibration_sum(work->calibration, name, &n)
+                                         : calibration_factor(work->calibration, name, work->flags->damping, &n, err);
+    if (!sums && err->code != KVG_OK)
+        return err->code;
+    if (!sums || n != cols)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
+    if (!work->flags->awq)
+        return gptq_quantize(rows->decoded, scales, n_rows, cols, sums, &q4_0_grid, threads, err);
+    scale_matrix(work, tensor->name, rows, n_rows);
+    awq_round(rows->decoded, scales, n_rows, cols, sums, column_scales(work, tensor->name), &q4_0_grid, threads);
+    return 0;
+}
+
+static int write_calibrated(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, struct kvg_error *err)
+{
     uint64_t n = tensor->dims[1];
     float *scales = malloc(n * (rows->cols / QUANT_GROUP) * sizeof *scales);
     int failed = scales ? allocate(rows, n, err)
                         : kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)n);
     if (!failed) {
         parallel_ranges(work->flags->threads, n, decode_rows, rows);
-        failed =
-            gptq_quantize(rows->decoded, scales, (uint32_t)n, (uint32_t)rows->cols, factor, &grid, work->flags->threads, err);
+        failed = round_matrix(work, tensor, rows, scales, err);
     }
     if (!failed) {
         pack_q4_0(rows->decoded, scales, n * rows->cols, rows->encoded);
@@ -208,24 +346,14 @@ static int write_tensor(struct work *work, size_t i, struct kvg_error *err)
     const struct kvg_gguf_tensor *tensor = work->sources[i];
     const struct quant_format *to = target(work, tensor);
     struct rows rows = {quant_find(tensor->ggml_type), to, work->gguf->map + tensor->offset, NULL, NULL, tensor->dims[0]};
-    const float *factor = NULL;
-    char name[64];
-    uint32_t n = 0;
-    int failed;
+    const float *divisor = divided_by(work, tensor->name);
 
     if (!to) {
         progress_advance(&work->bar, tensor->dims[0] * tensor->dims[1]);
-        return gguf_write_bytes(&work->writer, work->gguf->map + tensor->offset, tensor->n_bytes, err);
+        return divisor ? write_divided(work, tensor, divisor, err)
+                       : gguf_write_bytes(&work->writer, work->gguf->map + tensor->offset, tensor->n_bytes, err);
     }
-    snprintf(name, sizeof name, "%.*s", (int)(tensor->name.len < 63 ? tensor->name.len : 63), tensor->name.bytes);
-    if (work->calibration && to == &quant_q4_0) {
-        factor = calibration_factor(work->calibration, name, work->flags->damping, &n, err);
-        if (!factor && err->code != KVG_OK)
-            return err->code;
-        if (!factor || n != tensor->dims[0])
-            return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-    }
-    failed = factor ? write_gptq(work, tensor, &rows, factor, err) : write_rounded(work, tensor, &rows, err);
+    int failed = (work->calibration && to == &quant_q4_0 ? write_calibrated : write_rounded)(work, tensor, &rows, err);
     free(rows.decoded);
     free(rows.encoded);
     kvg_gguf_release(work->gguf, tensor);
@@ -251,6 +379,7 @@ static int write_all(struct work *work, struct kvg_error *err)
 {
     uint32_t a_pass = work->calibration ? layers_a_pass(work) : 0;
     int calibrated = 0; /* layers below it were */
+    int searched = NO_LAYER;
     uint64_t numbers = 0;
     for (size_t i = 0; i < work->gguf->n_tensors; i++)
         numbers += work->plan[i].dims[0] * work->plan[i].dims[1];
@@ -267,6 +396,10 @@ static int write_all(struct work *work, struct kvg_error *err)
             failed = calibration_run(work->calibration, (uint32_t)layer, end, advance_calibration, &bar, err);
             progress_end(&bar);
             calibrated = (int)end;
+        }
+        if (!failed && work->flags->awq && layer > searched) {
+            failed = search_layer(work, layer, err);
+            searched = layer;
         }
         if (failed || (failed = write_tensor(work, i, err)))
             return failed;
@@ -308,6 +441,8 @@ int quantize_gguf(const struct quantize_flags *flags, struct kvg_error *err)
     work.file_type = q8 ? FILE_TYPE_Q8_0 : q4 ? FILE_TYPE_Q4_0 : FILE_TYPE_BF16;
     int failed = run(&work, err);
     calibration_close(work.calibration);
+    for (int i = 0; i < 3; i++)
+        free(work.scales[i]);
     if (work.gguf)
         kvg_gguf_close(work.gguf);
     free(work.plan);

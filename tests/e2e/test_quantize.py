@@ -111,8 +111,11 @@ def test_calibration_beats_rounding(toy, tmp_path):
     flags = ["--format", "q4_0", "--calibration", tmp_path / "seen.txt", "--context", 64, "--tokens", 2048]
     written(toy[0], tmp_path / "rounded.gguf", "--format", "q4_0")
     written(toy[0], tmp_path / "gptq.gguf", *flags)
-    kl = {name: divergence(tmp_path / f"{name}.gguf", toy[0], tmp_path / "unseen.txt", 500, context=64, skip=8) for name in ("rounded", "gptq")}
+    written(toy[0], tmp_path / "awq.gguf", *flags, "--awq")
+    kl = {name: divergence(tmp_path / f"{name}.gguf", toy[0], tmp_path / "unseen.txt", 500, context=64, skip=8) for name in ("rounded", "gptq", "awq")}
+    print(kl)
     assert 0 < kl["gptq"] < 0.9 * kl["rounded"], kl
+    assert 0 < kl["awq"] < kl["rounded"], kl
 
 
 @pytest.mark.long
@@ -155,6 +158,7 @@ def test_an_interrupted_run_leaves_nothing_under_the_name(tmp_path):
     (["IN", "OUT"], ["--format", "q8_0, q4_0, bf16, w8a8, gptq-int4"]),
     (["IN", "OUT", "--format", "q3"], ["--format"]),
     (["IN", "OUT", "--format", "q8_0", "--calibration", "x"], ["--calibration", "q4_0 and gptq-int4 alone"]),
+    (["IN", "OUT", "--format", "q4_0", "--awq"], ["--awq", "--calibration"]),
     (["IN", "OUT", "--format", "q4_0", "--calibration", "/nowhere"], ["/nowhere"]),
     (["/nowhere", "OUT", "--format", "q4_0"], ["/nowhere"]),
     (["IN", "IN", "--format", "q4_0"], ["is the file that is read"]),
