@@ -56,6 +56,9 @@ enum backend_kv_dtype {
 struct backend_kv {
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, n_blocks, block_size;
     enum backend_kv_dtype dtype;
+    /* [n_layers] how many positions a row of the layer sees, its own included; 0 = all. NULL: all layers see all. It outlives the
+     * backend. */
+    const uint32_t *windows;
 };
 
 struct backend_seq {
@@ -151,12 +154,19 @@ struct backend_ops {
      * backend_kv_dtype).
      */
     void (*rope_store)(struct backend *backend, const struct backend_rope *args);
-    /* Causal attention of each row over its sequence's positions 0..its own, K/V read through the block table. Error against
-     * exact attention over the stored values: 1e-5 of max|v|; on AMX 5e-5 with f16, and with bf16 and int8, where queries and
-     * probabilities are rounded to BF16, 2^-8 (1 + the largest sum of |q k| scale of a score). */
+    /* Causal attention of each row over its sequence's positions 0..its own, or the last ones where the layer has a window, K/V
+     * read through the block table. Error against exact attention over the stored values: 1e-5 of max|v|; on AMX 5e-5 with f16,
+     * and with bf16 and int8, where queries and probabilities are rounded to BF16, 2^-8 (1 + the largest sum of |q k| scale of a
+     * score). */
     void (*attention)(struct backend *backend, const struct backend_attention *args);
     /* gate = silu(gate) * up, element by element. Relative error 1e-6. */
     void (*silu_mul)(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
+    /* What only some families need; NULL where a backend lacks it. In place: each run of weight's width in x[r] by itself, as
+     * rmsnorm; x *= factor; x += y; gate = gelu(gate) * up with gelu by its tanh form, error 1e-6 of |gate up|. */
+    void (*head_rmsnorm)(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *weight, float eps);
+    void (*scale)(struct backend *backend, uint32_t n, struct tensor *x, float factor);
+    void (*add)(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y);
+    void (*gelu_mul)(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
     /* out[i] = x[outputs[i]]. Exact. */
     void (*gather)(struct backend *backend, const struct tensor *x, struct tensor *out);
     /* After end_step: samples rows of logits [n_outputs, n_vocab]; see sampling.h. */

@@ -1,10 +1,10 @@
-/* Llama (RMS norms, rotary embeddings, grouped-query attention, SwiGLU) and Qwen2, which adds biases to q, k and v and rotates
- * halves instead of neighbours.
+/* A decoder as Llama defined it (RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward), with the traits by
+ * which other families differ (family.h).
  *
- *   x = embed(ids)
- *   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n),  n = rmsnorm(x)
- *                x += Wdown (silu(Wgate n) * Wup n),               n = rmsnorm(x)
- *   logits = Wout rmsnorm(x)                                       output rows only
+ *   x = embed(ids) [* sqrt(hidden)]
+ *   each layer:  x += [norm] Wo attention(rope([norm] Wq n), rope([norm] Wk n), Wv n),  n = rmsnorm(x)
+ *                x += [norm] Wdown (silu or gelu(Wgate n) * Wup n),                     n = rmsnorm(x)
+ *   logits = Wout rmsnorm(x)                                                            output rows only
  *
  * The last layer runs its second half on the output rows alone: nobody reads the others.
  */
@@ -16,15 +16,18 @@
 struct llama_layer {
     struct tensor *attn_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *attn_output, *output_bias;
     struct tensor *ffn_norm, *gate, *up, *down;
+    struct tensor *q_norm, *k_norm, *attn_post_norm, *ffn_post_norm; /* NULL where the family has none */
 };
 
 struct llama {
     enum rope_style style;
     struct tensor *embedding, *frequencies, *output_norm, *output;
-    struct tensor *brief_output; /* the first rows of output; NULL where all are always scored */
+    struct tensor *window_frequencies, *window_angles; /* of layers with a window; NULL: they have those of the others */
+    struct tensor *brief_output;                       /* the first rows of output; NULL where all are always scored */
     struct llama_layer *layers;
     /* activations of all rows */
     struct tensor *x, *normed, *query, *key, *value, *attended, *angles;
+    struct tensor *added; /* [rows, hidden]: what a half layer adds, before its norm; families with post-norms */
     /* of n rows, all or outputs */
     struct tensor *gate_out, *up_out;
     /* of output rows */
@@ -43,7 +46,7 @@ static int load_layer(struct llama *llama, struct loader *loader, const struct s
                       struct kvg_error *err)
 {
     struct llama_layer *l = &llama->layers[i];
-    uint32_t q_rows = s->n_heads * s->head_dim, kv_rows = s->n_kv_heads * s->head_dim;
+    uint32_t traits = loader->family->traits, q_rows = s->n_heads * s->head_dim, kv_rows = s->n_kv_heads * s->head_dim;
     const struct {
         struct tensor **out;
         const char *name;
@@ -63,8 +66,14 @@ static int load_layer(struct llama *llama, struct loader *loader, const struct s
         {&l->gate, "ffn_gate.weight", s->ffn, s->hidden, LOADER_REQUIRED},
         {&l->up, "ffn_up.weight", s->ffn, s->hidden, LOADER_REQUIRED},
         {&l->down, "ffn_down.weight", s->hidden, s->ffn, LOADER_REQUIRED},
+        {traits & FAMILY_QK_NORM ? &l->q_norm : NULL, "attn_q_norm.weight", 1, s->head_dim, LOADER_REQUIRED},
+        {traits & FAMILY_QK_NORM ? &l->k_norm : NULL, "attn_k_norm.weight", 1, s->head_dim, LOADER_REQUIRED},
+        {traits & FAMILY_POST_NORMS ? &l->attn_post_norm : NULL, "post_attention_norm.weight", 1, s->hidden, LOADER_REQUIRED},
+        {traits & FAMILY_POST_NORMS ? &l->ffn_post_norm : NULL, "post_ffw_norm.weight", 1, s->hidden, LOADER_REQUIRED},
     };
     for (size_t w = 0; w < sizeof wanted / sizeof *wanted; w++) {
+        if (!wanted[w].out)
+            continue;
         int failed = layer_tensor(loader, wanted[w].out, i, wanted[w].name, wanted[w].rows, wanted[w].cols, wanted[w].need, err);
         if (failed)
             return failed;
@@ -96,8 +105,12 @@ static int allocate(struct family_model *model, struct loader *loader, uint32_t 
         {&llama->attended_out, max_outputs, q_cols},
         {&llama->normed_out, max_outputs, s->hidden},
         {&model->logits, max_outputs, model->n_vocab},
+        {model->family->traits & FAMILY_POST_NORMS ? &llama->added : NULL, most, s->hidden},
+        {llama->window_frequencies ? &llama->window_angles : NULL, max_rows, s->rotated},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        if (!wanted[i].out)
+            continue;
         int failed = loader->backend->ops->activation(loader->backend, wanted[i].out, wanted[i].rows, wanted[i].cols, err);
         if (failed)
             return failed;
@@ -122,7 +135,7 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
 {
     struct llama *llama = model->state;
     uint32_t hidden = model->shape.hidden, rows = loader_rows(loader, "token_embd.weight");
-    const char *output = kvg_gguf_tensor(loader->gguf, "output.weight") ? "output.weight" : "token_embd.weight";
+    const char *output = loader_has_output(loader) ? "output.weight" : "token_embd.weight";
     int failed;
     model->n_vocab = rows;
     if ((failed = loader_tensor(loader, &llama->embedding, "token_embd.weight", rows, hidden, WEIGHT_EMBEDDING, LOADER_REQUIRED,
@@ -130,7 +143,9 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
         (failed = check_vocabulary(loader, rows, err)) ||
         (failed =
              loader_tensor(loader, &llama->output_norm, "output_norm.weight", 1, hidden, WEIGHT_VECTOR, LOADER_REQUIRED, err)) ||
-        (failed = loader_frequencies(loader, &model->shape, &llama->frequencies, err)))
+        (failed = loader_frequencies(loader, &model->shape, &llama->frequencies, err)) ||
+        (model->shape.window_base != 0 &&
+         (failed = loader_window_frequencies(loader, &model->shape, &llama->window_frequencies, err))))
         return failed;
     model->scored = model->scored < rows ? model->scored : 0;
     if ((failed = loader_tensor(loader, &llama->output, output, rows, hidden, WEIGHT_MATMUL, LOADER_REQUIRED, err)) ||
@@ -139,39 +154,41 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
     return loader_first_rows(loader, &llama->brief_output, output, model->scored, hidden, err);
 }
 
-static int load(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs, enum rope_style style,
-                enum loader_need bias, struct kvg_error *err)
+/* What this family needs of the backend beyond the common operations. */
+static int check_backend(const struct family_model *model, const struct backend *backend, struct kvg_error *err)
 {
+    const struct backend_ops *ops = backend->ops;
+    uint32_t traits = model->family->traits;
+    bool lacks = ((traits & FAMILY_QK_NORM) && !ops->head_rmsnorm) || ((traits & FAMILY_POST_NORMS) && !ops->add) ||
+                 ((traits & FAMILY_EMBED_SCALE) && !ops->scale) || ((traits & FAMILY_GELU) && !ops->gelu_mul);
+    return lacks ? kvg_fail(err, KVG_UNSUPPORTED, "this device lacks an operation of %s models: use --device cpu",
+                            model->family->name)
+                 : 0;
+}
+
+int decoder_load(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
+                 struct kvg_error *err)
+{
+    uint32_t traits = model->family->traits;
     int failed = loader_shape(loader, &model->shape, err);
-    if (failed)
+    if (failed || (failed = check_backend(model, loader->backend, err)))
         return failed;
     struct llama *llama = model->state = calloc(1, sizeof *llama);
     if (llama)
         llama->layers = calloc(model->shape.n_layers, sizeof *llama->layers);
     if (!llama || !llama->layers)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u layers", model->shape.n_layers);
-    llama->style = style;
+    llama->style = traits & FAMILY_INTERLEAVED && !loader->folder ? ROPE_INTERLEAVED : ROPE_HALVES;
     if ((failed = load_ends(model, loader, err)))
         return failed;
     for (uint32_t i = 0; i < model->shape.n_layers; i++)
-        if ((failed = load_layer(llama, loader, &model->shape, i, bias, err)))
+        if ((failed =
+                 load_layer(llama, loader, &model->shape, i, traits & FAMILY_QKV_BIAS ? LOADER_REQUIRED : LOADER_OPTIONAL, err)))
             return failed;
     return allocate(model, loader, max_rows, max_outputs, err);
 }
 
-static int load_llama(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
-                      struct kvg_error *err)
-{
-    return load(model, loader, max_rows, max_outputs, ROPE_INTERLEAVED, LOADER_OPTIONAL, err);
-}
-
-static int load_qwen2(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
-                      struct kvg_error *err)
-{
-    return load(model, loader, max_rows, max_outputs, ROPE_HALVES, LOADER_REQUIRED, err);
-}
-
-static void free_llama(struct family_model *model)
+void decoder_free(struct family_model *model)
 {
     struct llama *llama = model->state;
     if (!llama)
@@ -200,20 +217,40 @@ static void normed_products(struct backend *backend, uint32_t n, const struct te
     ops->matmul(backend, n, norm->scratch, args);
 }
 
-/* gate_out = silu(gate n) * up n. */
-static void normed_gate(const struct llama *llama, struct backend *backend, uint32_t n, const struct tensor *x,
+/* gate_out = silu(gate n) * up n, or with gelu. */
+static void normed_gate(const struct family_model *model, struct backend *backend, uint32_t n, const struct tensor *x,
                         const struct backend_norm *norm, const struct llama_layer *l)
 {
     const struct backend_ops *ops = backend->ops;
+    const struct llama *llama = model->state;
+    bool gelu = model->family->traits & FAMILY_GELU;
     struct backend_gated gated = {l->gate, l->up, llama->gate_out};
     struct backend_matmul both = {.count = 2, .weights = {l->gate, l->up}, .outs = {llama->gate_out, llama->up_out}};
-    if (ops->normed_gated) {
+    if (ops->normed_gated && !gelu) {
         ops->normed_gated(backend, n, x, norm, &gated);
         return;
     }
     ops->rmsnorm(backend, n, x, norm->weight, norm->eps, norm->scratch);
     ops->matmul(backend, n, norm->scratch, &both);
-    ops->silu_mul(backend, n, llama->gate_out, llama->up_out);
+    if (gelu)
+        ops->gelu_mul(backend, n, llama->gate_out, llama->up_out);
+    else
+        ops->silu_mul(backend, n, llama->gate_out, llama->up_out);
+}
+
+/* x += norm(W y), or without a norm x += W y. */
+static void add_half(const struct family_model *model, struct backend *backend, uint32_t n, const struct tensor *y,
+                     const struct tensor *weight, const struct tensor *bias, const struct tensor *norm, struct tensor *x,
+                     struct tensor *normed)
+{
+    const struct llama *llama = model->state;
+    if (!norm) {
+        product(backend, n, y, weight, bias, x, true);
+        return;
+    }
+    product(backend, n, y, weight, bias, llama->added, false);
+    backend->ops->rmsnorm(backend, n, llama->added, norm, model->shape.eps, normed);
+    backend->ops->add(backend, n, x, normed);
 }
 
 /* KV of all rows, and attention where `attend`. */
@@ -222,14 +259,20 @@ static void attention_half(const struct family_model *model, struct backend *bac
     const struct llama *llama = model->state;
     const struct llama_layer *l = &llama->layers[layer];
     const struct backend_ops *ops = backend->ops;
+    bool windowed = llama->window_angles && model->shape.windows[layer];
     struct backend_matmul qkv = {.count = 3,
                                  .weights = {l->q, l->k, l->v},
                                  .biases = {l->q_bias, l->k_bias, l->v_bias},
                                  .outs = {llama->query, llama->key, llama->value}};
-    struct backend_rope rope = {layer, llama->query, llama->key, llama->value, llama->angles, llama->style};
-    struct backend_attention attention = {layer, 1.0f / sqrtf((float)model->shape.head_dim), llama->query, llama->attended};
+    struct backend_rope rope = {
+        layer, llama->query, llama->key, llama->value, windowed ? llama->window_angles : llama->angles, llama->style};
+    struct backend_attention attention = {layer, model->shape.attention_scale, llama->query, llama->attended};
     struct backend_norm norm = {l->attn_norm, model->shape.eps, llama->normed};
     normed_products(backend, n, llama->x, &norm, &qkv);
+    if (l->q_norm) {
+        ops->head_rmsnorm(backend, n, llama->query, l->q_norm, model->shape.eps);
+        ops->head_rmsnorm(backend, n, llama->key, l->k_norm, model->shape.eps);
+    }
     ops->rope_store(backend, &rope);
     if (attend)
         ops->attention(backend, &attention);
@@ -241,20 +284,32 @@ static void ffn_half(const struct family_model *model, struct backend *backend, 
     const struct llama *llama = model->state;
     const struct llama_layer *l = &llama->layers[layer];
     struct backend_norm norm = {l->ffn_norm, model->shape.eps, normed};
-    normed_gate(llama, backend, n, x, &norm, l);
-    product(backend, n, llama->gate_out, l->down, NULL, x, true);
+    normed_gate(model, backend, n, x, &norm, l);
+    add_half(model, backend, n, llama->gate_out, l->down, NULL, l->ffn_post_norm, x, normed);
 }
 
-static void forward(const struct family_model *model, struct backend *backend, uint32_t n_rows, uint32_t n_outputs)
+static void begin(const struct family_model *model, struct backend *backend, uint32_t n_rows)
+{
+    const struct llama *llama = model->state;
+    backend->ops->embed(backend, llama->embedding, llama->x);
+    if (model->family->traits & FAMILY_EMBED_SCALE)
+        backend->ops->scale(backend, n_rows, llama->x, sqrtf((float)model->shape.hidden));
+    backend->ops->angles(backend, llama->frequencies, llama->angles);
+    if (llama->window_angles)
+        backend->ops->angles(backend, llama->window_frequencies, llama->window_angles);
+}
+
+void decoder_forward(const struct family_model *model, struct backend *backend, uint32_t n_rows, uint32_t n_outputs)
 {
     const struct llama *llama = model->state;
     uint32_t last = model->shape.n_layers - 1;
+    const struct llama_layer *l = llama->layers, *end = &llama->layers[last];
 
-    backend->ops->embed(backend, llama->embedding, llama->x);
-    backend->ops->angles(backend, llama->frequencies, llama->angles);
-    for (uint32_t i = 0; i < last; i++) {
+    begin(model, backend, n_rows);
+    for (uint32_t i = 0; i < last; i++, l++) {
         attention_half(model, backend, n_rows, i, true);
-        product(backend, n_rows, llama->attended, llama->layers[i].attn_output, llama->layers[i].output_bias, llama->x, true);
+        add_half(model, backend, n_rows, llama->attended, l->attn_output, l->output_bias, l->attn_post_norm, llama->x,
+                 llama->normed);
         ffn_half(model, backend, n_rows, i, llama->x, llama->normed);
     }
     attention_half(model, backend, n_rows, last, n_outputs > 0);
@@ -262,8 +317,8 @@ static void forward(const struct family_model *model, struct backend *backend, u
         return;
     backend->ops->gather(backend, llama->x, llama->x_out);
     backend->ops->gather(backend, llama->attended, llama->attended_out);
-    product(backend, n_outputs, llama->attended_out, llama->layers[last].attn_output, llama->layers[last].output_bias,
-            llama->x_out, true);
+    add_half(model, backend, n_outputs, llama->attended_out, end->attn_output, end->output_bias, end->attn_post_norm,
+             llama->x_out, llama->normed_out);
     ffn_half(model, backend, n_outputs, last, llama->x_out, llama->normed_out);
     backend->ops->rmsnorm(backend, n_outputs, llama->x_out, llama->output_norm, model->shape.eps, llama->normed_out);
     if (model->brief)
@@ -271,6 +326,3 @@ static void forward(const struct family_model *model, struct backend *backend, u
     else
         product(backend, n_outputs, llama->normed_out, llama->output, NULL, model->logits, false);
 }
-
-const struct family llama_family = {"llama", load_llama, forward, free_llama};
-const struct family qwen2_family = {"qwen2", load_qwen2, forward, free_llama};

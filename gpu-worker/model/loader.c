@@ -4,9 +4,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/log.h"
+#include "gpu-worker/model/family.h"
 #include "gpu-worker/model/watch.h"
 
 enum { KEY_SIZE = 96, FREQUENCIES_MAX = 512 };
+
+static size_t n_tensors(const struct loader *loader)
+{
+    return loader->folder ? loader->folder->n_tensors : loader->gguf->n_tensors;
+}
 
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err)
 {
@@ -17,13 +23,14 @@ int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backe
         return kvg_fail(err, KVG_FILE, "general.architecture is missing or not a short string");
     memcpy(loader->arch, arch.bytes, arch.len);
     loader->arch[arch.len] = '\0';
-    if (gguf->n_tensors == 0)
+    size_t n = n_tensors(loader);
+    if (n == 0)
         return kvg_fail(err, KVG_FILE, "the file has no tensors (a cut file serves the gateway only)");
-    loader->used = calloc(gguf->n_tensors, sizeof *loader->used);
+    loader->used = calloc(n, sizeof *loader->used);
     if (!loader->used)
-        return kvg_fail(err, KVG_NOMEM, "no memory for %zu tensor marks", gguf->n_tensors);
-    for (size_t i = 0; i < gguf->n_tensors; i++)
-        loader->total_bytes += gguf->tensors[i].n_bytes;
+        return kvg_fail(err, KVG_NOMEM, "no memory for %zu tensor marks", n);
+    for (size_t i = 0; i < n; i++)
+        loader->total_bytes += loader->folder ? loader->folder->tensors[i].n_bytes : gguf->tensors[i].n_bytes;
     return 0;
 }
 
@@ -102,33 +109,118 @@ static int read_heads(const struct loader *loader, struct shape *shape, struct k
     return 0;
 }
 
+/* A number of rope scaling; the default where it is absent. */
+static double scaling_number(const struct loader *loader, const char *name, double value)
+{
+    char key[48];
+    snprintf(key, sizeof key, "rope.scaling.%s", name);
+    arch_f64(loader, key, &value);
+    return value;
+}
+
+static int read_scaling_type(const struct loader *loader, enum rope_scaling *out, bool *named, struct kvg_error *err)
+{
+    static const char *const names[] = {"none", "linear", "llama3", "yarn"};
+    char key[KEY_SIZE];
+    struct kvg_str type;
+    arch_key(loader, "rope.scaling.type", key);
+    *named = kvg_gguf_find(loader->gguf, key) != NULL;
+    *out = ROPE_PLAIN;
+    if (!*named)
+        return 0;
+    if (!kvg_gguf_str(loader->gguf, key, &type))
+        return kvg_fail(err, KVG_FILE, "%s is not a string", key);
+    for (int i = 0; i < (loader->folder ? 4 : 3); i++)
+        if (kvg_str_eq(type, names[i])) {
+            *out = (enum rope_scaling)i;
+            return 0;
+        }
+    return kvg_fail(err, KVG_UNSUPPORTED, "%s \"%.*s\" is not supported (none, linear, llama3%s)", key,
+                    (int)(type.len < 64 ? type.len : 64), type.bytes, loader->folder ? ", yarn" : "");
+}
+
+/* What yarn multiplies cosines and sines by: queries and keys alike, so scores by its square. */
+static double yarn_attention(const struct loader *loader, double factor)
+{
+    double mscale = scaling_number(loader, "mscale", 0), all = scaling_number(loader, "mscale_all_dim", 0);
+    double given = scaling_number(loader, "attn_factor", 0), log_factor = factor > 1 ? 0.1 * log(factor) : 0;
+    if (given != 0)
+        return given;
+    return mscale != 0 && all != 0 ? (mscale * log_factor + 1) / (all * log_factor + 1) : log_factor + 1;
+}
+
 static int read_rope(const struct loader *loader, struct shape *shape, struct kvg_error *err)
 {
-    char key[KEY_SIZE];
-    struct kvg_str type = {0};
-    double factor = 1;
-
-    shape->rope_base = 10000;
-    arch_f64(loader, "rope.freq_base", &shape->rope_base);
-    arch_key(loader, "rope.scaling.type", key);
-    const struct kvg_gguf_value *value = kvg_gguf_find(loader->gguf, key);
-    if (value && !kvg_gguf_str(loader->gguf, key, &type))
-        return kvg_fail(err, KVG_FILE, "%s is not a string", key);
-    bool linear = type.len == 6 && memcmp(type.bytes, "linear", 6) == 0;
-    bool llama3 = type.len == 6 && memcmp(type.bytes, "llama3", 6) == 0;
-    if (type.len && !linear && !llama3 && !(type.len == 4 && memcmp(type.bytes, "none", 4) == 0))
-        return kvg_fail(err, KVG_UNSUPPORTED, "%s \"%.*s\" is not supported (none, linear, llama3)", key,
-                        (int)(type.len < 64 ? type.len : 64), type.bytes);
-    if (llama3 && !kvg_gguf_tensor(loader->gguf, "rope_freqs.weight"))
-        return kvg_fail(err, KVG_FILE, "%s is llama3, but the tensor rope_freqs.weight is missing", key);
-    if (linear || !type.len)
-        arch_f64(loader, "rope.scale_linear", &factor);
-    if (linear)
-        arch_f64(loader, "rope.scaling.factor", &factor);
-    shape->rope_linear = factor;
-    if (!(shape->rope_base > 0 && shape->rope_base < 1e12) || !(factor > 0 && factor < 1e6))
-        return kvg_fail(err, KVG_FILE, "rope base %g or scaling factor %g is out of range", shape->rope_base, factor);
+    struct rope *rope = &shape->rope;
+    bool named;
+    int failed = read_scaling_type(loader, &rope->scaling, &named, err);
+    if (failed)
+        return failed;
+    rope->base = 10000;
+    arch_f64(loader, "rope.freq_base", &rope->base);
+    rope->factor = 1;
+    if (rope->scaling == ROPE_LINEAR || !named)
+        arch_f64(loader, "rope.scale_linear", &rope->factor);
+    if (rope->factor != 1)
+        rope->scaling = ROPE_LINEAR;
+    if (rope->scaling == ROPE_LLAMA3 && !loader->folder) { /* its factors are a tensor there */
+        if (!kvg_gguf_tensor(loader->gguf, "rope_freqs.weight"))
+            return kvg_fail(err, KVG_FILE, "%s.rope.scaling.type is llama3, but the tensor rope_freqs.weight is missing",
+                            loader->arch);
+        rope->scaling = ROPE_PLAIN;
+    }
+    if (rope->scaling != ROPE_PLAIN)
+        rope->factor = scaling_number(loader, "factor", rope->factor);
+    rope->low = scaling_number(loader, "low_freq_factor", 1);
+    rope->high = scaling_number(loader, "high_freq_factor", 4);
+    rope->original = scaling_number(loader, "original_context_length", shape->max_position);
+    rope->beta_fast = scaling_number(loader, "yarn_beta_fast", 32);
+    rope->beta_slow = scaling_number(loader, "yarn_beta_slow", 1);
+    if (!(rope->base > 0 && rope->base < 1e12) || !(rope->factor > 0 && rope->factor < 1e6))
+        return kvg_fail(err, KVG_FILE, "rope base %g or scaling factor %g is out of range", rope->base, rope->factor);
+    if (!(rope->low > 0 && rope->low < rope->high && rope->high < 1e6) || !(rope->original >= 1 && rope->original < 1e9) ||
+        !(rope->beta_slow > 0 && rope->beta_slow < rope->beta_fast && rope->beta_fast < 1e6))
+        return kvg_fail(err, KVG_FILE,
+                        "rope scaling: frequency factors %g and %g, original context %g or betas %g and %g are out of range",
+                        rope->low, rope->high, rope->original, rope->beta_slow, rope->beta_fast);
     return 0;
+}
+
+/* Windows of layers: as a folder lists them, or as Gemma 3's GGUF files imply (every sixth layer sees all). */
+static int read_windows(const struct loader *loader, struct shape *shape, struct kvg_error *err)
+{
+    bool gemma = strcmp(loader->arch, "gemma3") == 0;
+    uint32_t window = 0;
+    char key[KEY_SIZE];
+    int failed = optional_u32(loader, "attention.sliding_window", 1 << 30, &window, err);
+    if (failed || window == 0)
+        return failed;
+    arch_key(loader, "attention.sliding_layers", key);
+    const struct kvg_gguf_value *list = kvg_gguf_find(loader->gguf, key);
+    if (!list && !gemma)
+        return 0;
+    if (list && (list->type != KVG_GGUF_ARRAY || list->item_type != KVG_GGUF_I32 || list->n != shape->n_layers))
+        return kvg_fail(err, KVG_FILE, "%s has no number for each of %u layers", key, shape->n_layers);
+    for (uint32_t i = 0; i < shape->n_layers; i++) {
+        bool slides = list ? list->bytes[4 * i] != 0 : i % 6 < 5;
+        shape->windows[i] = slides && window < shape->max_position ? window : 0;
+        shape->windowed |= shape->windows[i] != 0;
+    }
+    shape->window_base = gemma ? 10000 : 0;
+    arch_f64(loader, "rope.freq_base_swa", &shape->window_base);
+    if (!(shape->window_base >= 0 && shape->window_base < 1e12))
+        return kvg_fail(err, KVG_FILE, "%s.rope.freq_base_swa %g is out of range", loader->arch, shape->window_base);
+    return 0;
+}
+
+static void read_attention_scale(const struct loader *loader, struct shape *shape)
+{
+    bool gemma_27b = strcmp(loader->arch, "gemma3") == 0 && shape->n_layers == 62; /* GGUF files do not say it */
+    double scale = 1 / sqrt(gemma_27b ? (double)shape->hidden / shape->n_heads : (double)shape->head_dim);
+    if (loader->folder)
+        arch_f64(loader, "attention.scale", &scale);
+    double factor = shape->rope.scaling == ROPE_YARN ? yarn_attention(loader, shape->rope.factor) : 1;
+    shape->attention_scale = (float)(scale * factor * factor);
 }
 
 int loader_shape(const struct loader *loader, struct shape *shape, struct kvg_error *err)
@@ -136,12 +228,15 @@ int loader_shape(const struct loader *loader, struct shape *shape, struct kvg_er
     uint64_t experts = 0;
     double eps;
     int failed;
+    *shape = (struct shape){0};
     if ((failed = loader_u32(loader, "block_count", MAX_LAYERS, &shape->n_layers, err)) ||
         (failed = loader_u32(loader, "embedding_length", 1 << 17, &shape->hidden, err)) ||
         (failed = loader_u32(loader, "feed_forward_length", 1 << 20, &shape->ffn, err)) ||
         (failed = loader_u32(loader, "context_length", 1 << 28, &shape->max_position, err)) ||
-        (failed = read_heads(loader, shape, err)) || (failed = read_rope(loader, shape, err)))
+        (failed = read_heads(loader, shape, err)) || (failed = read_rope(loader, shape, err)) ||
+        (failed = read_windows(loader, shape, err)))
         return failed;
+    read_attention_scale(loader, shape);
     if (!arch_f64(loader, "attention.layer_norm_rms_epsilon", &eps) || !(eps >= 0 && eps < 1))
         return kvg_fail(err, KVG_FILE, "%s.attention.layer_norm_rms_epsilon is missing or out of range", loader->arch);
     shape->eps = (float)eps;
@@ -151,98 +246,310 @@ int loader_shape(const struct loader *loader, struct shape *shape, struct kvg_er
     return 0;
 }
 
-uint32_t loader_rows(const struct loader *loader, const char *name)
+/* ---- tensors ---- */
+
+/* A tensor of either kind of file. */
+struct source {
+    const struct quant_format *format; /* NULL: type says what it is */
+    const char *type;
+    const unsigned char *data;
+    uint64_t dims[4]; /* dims[0] varies fastest */
+    uint64_t n_bytes;
+    size_t index; /* into loader->used */
+};
+
+/* Parts of "blk.N.<part>.weight" and what folders call them in "model.layers.N.". */
+static const struct {
+    const char *part, *folder, *post_norms; /* the latter where the family has post-norms and it differs */
+} parts[] = {
+    {"attn_norm", "input_layernorm", NULL},
+    {"attn_q", "self_attn.q_proj", NULL},
+    {"attn_k", "self_attn.k_proj", NULL},
+    {"attn_v", "self_attn.v_proj", NULL},
+    {"attn_output", "self_attn.o_proj", NULL},
+    {"attn_q_norm", "self_attn.q_norm", NULL},
+    {"attn_k_norm", "self_attn.k_norm", NULL},
+    {"ffn_norm", "post_attention_layernorm", "pre_feedforward_layernorm"},
+    {"post_attention_norm", "post_attention_layernorm", NULL},
+    {"post_ffw_norm", "post_feedforward_layernorm", NULL},
+    {"ffn_gate", "mlp.gate_proj", NULL},
+    {"ffn_up", "mlp.up_proj", NULL},
+    {"ffn_down", "mlp.down_proj", NULL},
+};
+
+enum { NAME_SIZE = 160 };
+
+/* The name in this file of the tensor that GGUF files call `name`. */
+static const char *file_name(const struct loader *loader, const char *name, char out[NAME_SIZE])
 {
-    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, name);
-    return tensor && tensor->dims[1] <= UINT32_MAX ? (uint32_t)tensor->dims[1] : 0;
+    unsigned layer;
+    char part[64], kind[16];
+    if (!loader->folder)
+        return name;
+    if (strcmp(name, "token_embd.weight") == 0)
+        return "model.embed_tokens.weight";
+    if (strcmp(name, "output_norm.weight") == 0)
+        return "model.norm.weight";
+    if (strcmp(name, "output.weight") == 0)
+        return "lm_head.weight";
+    if (sscanf(name, "blk.%u.%63[^.].%15s", &layer, part, kind) != 3)
+        return name;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (strcmp(parts[i].part, part) == 0) {
+            bool post = parts[i].post_norms && loader->family->traits & FAMILY_POST_NORMS;
+            snprintf(out, NAME_SIZE, "model.layers.%u.%s.%s", layer, post ? parts[i].post_norms : parts[i].folder, kind);
+            return out;
+        }
+    return name;
 }
 
-static int check_tensor(const struct kvg_gguf_tensor *tensor, const char *name, uint32_t rows, uint32_t cols,
-                        struct kvg_error *err)
+static bool find_folder(const struct loader *loader, const char *name, struct source *out)
 {
-    if (tensor->dims[0] != cols || tensor->dims[1] != rows || tensor->dims[2] != 1 || tensor->dims[3] != 1)
+    const struct safetensors_tensor *tensor = safetensors_find(loader->folder, name);
+    if (!tensor)
+        return false;
+    const struct quant_format *format = tensor->dtype == ST_F32    ? &quant_f32
+                                        : tensor->dtype == ST_F16  ? &quant_f16
+                                        : tensor->dtype == ST_BF16 ? &quant_bf16
+                                                                   : NULL;
+    *out = (struct source){.format = format,
+                           .type = safetensors_dtype_name(tensor->dtype),
+                           .data = tensor->data,
+                           .n_bytes = tensor->n_bytes,
+                           .index = (size_t)(tensor - loader->folder->tensors)};
+    for (uint32_t i = 0; i < 4; i++)
+        out->dims[i] = i < tensor->n_dims ? tensor->shape[tensor->n_dims - 1 - i] : 1;
+    if (tensor->n_dims > 4)
+        out->dims[3] = 0; /* fits nothing */
+    return true;
+}
+
+/* name: the file's own. */
+static bool find_source(const struct loader *loader, const char *name, struct source *out)
+{
+    if (loader->folder)
+        return find_folder(loader, name, out);
+    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, name);
+    if (!tensor)
+        return false;
+    const struct kvg_gguf_layout *layout = kvg_gguf_layout(tensor->ggml_type);
+    *out = (struct source){.format = quant_find(tensor->ggml_type),
+                           .type = layout ? layout->name : "?",
+                           .data = loader->gguf->map + tensor->offset,
+                           .n_bytes = tensor->n_bytes,
+                           .index = (size_t)(tensor - loader->gguf->tensors)};
+    memcpy(out->dims, tensor->dims, sizeof out->dims);
+    return true;
+}
+
+uint32_t loader_rows(const struct loader *loader, const char *name)
+{
+    char full[NAME_SIZE];
+    struct source source;
+    return find_source(loader, file_name(loader, name, full), &source) && source.dims[1] <= UINT32_MAX ? (uint32_t)source.dims[1]
+                                                                                                       : 0;
+}
+
+bool loader_has_output(const struct loader *loader)
+{
+    bool tied = false;
+    struct source source;
+    if (!loader->folder)
+        return find_source(loader, "output.weight", &source);
+    kvg_gguf_bool(loader->gguf, "kvgate.tie_word_embeddings", &tied);
+    return !tied;
+}
+
+static int check_source(const struct source *source, const char *name, uint32_t rows, uint32_t cols, struct kvg_error *err)
+{
+    if (source->dims[0] != cols || source->dims[1] != rows || source->dims[2] != 1 || source->dims[3] != 1)
         return kvg_fail(err, KVG_FILE, "tensor %s is [%llu, %llu, %llu, %llu], expected [%u, %u]", name,
-                        (unsigned long long)tensor->dims[0], (unsigned long long)tensor->dims[1],
-                        (unsigned long long)tensor->dims[2], (unsigned long long)tensor->dims[3], cols, rows);
-    const struct quant_format *format = quant_find(tensor->ggml_type);
-    if (!format)
-        return kvg_fail(err, KVG_UNSUPPORTED, "tensor %s has type id %u, which is not supported", name, tensor->ggml_type);
-    size_t row_bytes = quant_row_bytes(format, cols);
-    if (row_bytes == 0 || tensor->n_bytes / row_bytes < rows)
+                        (unsigned long long)source->dims[0], (unsigned long long)source->dims[1],
+                        (unsigned long long)source->dims[2], (unsigned long long)source->dims[3], cols, rows);
+    if (!source->format)
+        return kvg_fail(err, KVG_UNSUPPORTED, "tensor %s has type %s, which is not supported", name, source->type);
+    size_t row_bytes = quant_row_bytes(source->format, cols);
+    if (row_bytes == 0 || source->n_bytes / row_bytes < rows)
         return kvg_fail(err, KVG_FILE, "tensor %s: %llu bytes do not hold %u rows of %u %s values", name,
-                        (unsigned long long)tensor->n_bytes, rows, cols, format->name);
+                        (unsigned long long)source->n_bytes, rows, cols, source->format->name);
     return 0;
+}
+
+/* The backend has a copy of its own. */
+static void release(const struct loader *loader, const struct source *source)
+{
+    if (loader->folder)
+        safetensors_release(loader->folder, &loader->folder->tensors[source->index]);
+    else
+        kvg_gguf_release(loader->gguf, &loader->gguf->tensors[source->index]);
+}
+
+static void mark_used(struct loader *loader, const struct source *source)
+{
+    bool *used = &loader->used[source->index];
+    loader->loaded_bytes += *used ? 0 : source->n_bytes; /* a tied embedding is loaded twice */
+    *used = true;
+    if (loader->progress && loader->total_bytes)
+        loader->progress((double)loader->loaded_bytes / (double)loader->total_bytes, loader->context);
+}
+
+/* A norm of a folder whose family keeps them less 1. */
+static int load_norm(struct loader *loader, struct tensor **out, const struct source *source, uint32_t cols,
+                     struct kvg_error *err)
+{
+    float *values = malloc(cols * sizeof *values);
+    if (!values)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %u values", cols);
+    quant_decode(source->format, source->data, values, cols);
+    for (uint32_t i = 0; i < cols; i++)
+        values[i] += 1;
+    struct backend_weight weight = {&quant_f32, values, 1, cols};
+    int failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_VECTOR, err);
+    free(values);
+    return failed;
 }
 
 int loader_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                   enum backend_weight_use use, enum loader_need need, struct kvg_error *err)
 {
-    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, name);
+    char full[NAME_SIZE];
+    struct source source;
+    const char *asked = name;
+    size_t length = strlen(name);
+    bool norm = use == WEIGHT_VECTOR && length > 12 && strcmp(name + length - 12, "_norm.weight") == 0;
     *out = NULL;
-    if (!tensor)
+    name = file_name(loader, name, full);
+    if (!find_source(loader, name, &source))
         return need == LOADER_OPTIONAL ? 0 : kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
-    int failed = check_tensor(tensor, name, rows, cols, err);
+    int failed = check_source(&source, name, rows, cols, err);
     if (failed)
         return failed;
-    struct backend_weight weight = {quant_find(tensor->ggml_type), loader->gguf->map + tensor->offset, rows, cols};
-    failed = loader->backend->ops->weight(loader->backend, out, &weight, use, err);
+    struct backend_weight weight = {source.format, source.data, rows, cols};
+    if (norm && loader->folder && loader->family->traits & FAMILY_NORM_PLUS_1)
+        failed = load_norm(loader, out, &source, cols, err);
+    else
+        failed = loader->backend->ops->weight(loader->backend, out, &weight, use, err);
     if (failed) {
         struct kvg_error cause = err ? *err : (struct kvg_error){0};
         return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
     }
     if (use == WEIGHT_MATMUL && loader->watch)
-        loader->watch->weight(loader->watch->context, name, *out, rows, cols);
-    if (use == WEIGHT_MATMUL) /* the backend has a copy of its own */
-        kvg_gguf_release(loader->gguf, tensor);
-    bool *used = &loader->used[tensor - loader->gguf->tensors];
-    loader->loaded_bytes += *used ? 0 : tensor->n_bytes; /* a tied embedding is loaded twice */
-    *used = true;
-    if (loader->progress && loader->total_bytes)
-        loader->progress((double)loader->loaded_bytes / (double)loader->total_bytes, loader->context);
+        loader->watch->weight(loader->watch->context, asked, *out, rows, cols);
+    if (use == WEIGHT_MATMUL)
+        release(loader, &source);
+    mark_used(loader, &source);
     return 0;
 }
 
 int loader_first_rows(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                       struct kvg_error *err)
 {
-    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, name);
-    struct backend_weight weight = {quant_find(tensor->ggml_type), loader->gguf->map + tensor->offset, rows, cols};
-
+    char full[NAME_SIZE];
+    struct source source;
+    if (!find_source(loader, file_name(loader, name, full), &source))
+        return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
+    struct backend_weight weight = {source.format, source.data, rows, cols};
     return loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err);
 }
 
-int loader_frequencies(struct loader *loader, const struct shape *shape, struct tensor **out, struct kvg_error *err)
+/* ---- rotary frequencies ---- */
+
+/* Frequency `plain`, as Llama 3.1's model card scales it. */
+static double llama3_frequency(const struct rope *rope, double plain)
 {
-    float frequencies[FREQUENCIES_MAX], factors[FREQUENCIES_MAX];
-    uint32_t n = shape->rotated / 2;
-    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(loader->gguf, "rope_freqs.weight");
-    if (n > FREQUENCIES_MAX)
-        return kvg_fail(err, KVG_UNSUPPORTED, "%u rotated dimensions", shape->rotated);
-    if (tensor) {
-        int failed = check_tensor(tensor, "rope_freqs.weight", 1, n, err);
-        if (failed)
-            return failed;
-        quant_decode(quant_find(tensor->ggml_type), loader->gguf->map + tensor->offset, factors, n);
-        loader->used[tensor - loader->gguf->tensors] = true;
+    double wave = 2 * M_PI / plain, smooth = (rope->original / wave - rope->low) / (rope->high - rope->low);
+    if (wave < rope->original / rope->high)
+        return plain;
+    if (wave > rope->original / rope->low)
+        return plain / rope->factor;
+    return (1 - smooth) * plain / rope->factor + smooth * plain;
+}
+
+/* The pair that turns `rotations` times over the context of training. */
+static double yarn_pair(const struct rope *rope, double rotations, double rotated)
+{
+    return rotated * log(rope->original / (rotations * 2 * M_PI)) / (2 * log(rope->base));
+}
+
+static double yarn_frequency(const struct rope *rope, double plain, uint32_t i, uint32_t rotated)
+{
+    double low = floor(yarn_pair(rope, rope->beta_fast, rotated)), high = ceil(yarn_pair(rope, rope->beta_slow, rotated));
+    low = low < 0 ? 0 : low;
+    high = high > rotated - 1 ? rotated - 1 : high;
+    high = high == low ? high + 0.001 : high;
+    double ramp = (i - low) / (high - low), stretched = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+    return plain / rope->factor * stretched + plain * (1 - stretched);
+}
+
+static double scaled_frequency(const struct rope *rope, uint32_t i, uint32_t rotated)
+{
+    double plain = pow(rope->base, -2.0 * i / rotated);
+    switch (rope->scaling) {
+    case ROPE_LINEAR:
+        return plain / rope->factor;
+    case ROPE_LLAMA3:
+        return llama3_frequency(rope, plain);
+    case ROPE_YARN:
+        return yarn_frequency(rope, plain, i, rotated);
+    default:
+        return plain;
     }
+}
+
+/* factors: NULL, or one divisor for each pair. */
+static int load_frequencies(struct loader *loader, const struct rope *rope, uint32_t rotated, const float *factors,
+                            struct tensor **out, struct kvg_error *err)
+{
+    float frequencies[FREQUENCIES_MAX];
+    uint32_t n = rotated / 2;
     for (uint32_t i = 0; i < n; i++) {
-        double frequency = pow(shape->rope_base, -2.0 * i / shape->rotated) / shape->rope_linear;
-        frequencies[i] = (float)(tensor ? frequency / (double)factors[i] : frequency);
+        double frequency = scaled_frequency(rope, i, rotated);
+        frequencies[i] = (float)(factors ? frequency / (double)factors[i] : frequency);
         if (!isfinite(frequencies[i]))
-            return kvg_fail(err, KVG_FILE, "rope_freqs.weight[%u] is %g", i, (double)factors[i]);
+            return kvg_fail(err, KVG_FILE, "rotary frequency %u of base %g is not finite%s", i, rope->base,
+                            factors ? " (rope_freqs.weight)" : "");
     }
     struct backend_weight weight = {&quant_f32, frequencies, 1, n};
     return loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_VECTOR, err);
 }
 
+int loader_frequencies(struct loader *loader, const struct shape *shape, struct tensor **out, struct kvg_error *err)
+{
+    float factors[FREQUENCIES_MAX];
+    uint32_t n = shape->rotated / 2;
+    struct source source;
+    bool listed = !loader->folder && find_source(loader, "rope_freqs.weight", &source);
+    if (n > FREQUENCIES_MAX)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u rotated dimensions", shape->rotated);
+    if (listed) {
+        int failed = check_source(&source, "rope_freqs.weight", 1, n, err);
+        if (failed)
+            return failed;
+        quant_decode(source.format, source.data, factors, n);
+        loader->used[source.index] = true;
+    }
+    return load_frequencies(loader, &shape->rope, shape->rotated, listed ? factors : NULL, out, err);
+}
+
+int loader_window_frequencies(struct loader *loader, const struct shape *shape, struct tensor **out, struct kvg_error *err)
+{
+    struct rope rope = {.scaling = ROPE_PLAIN, .base = shape->window_base, .factor = 1};
+    if (shape->rotated / 2 > FREQUENCIES_MAX)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%u rotated dimensions", shape->rotated);
+    return load_frequencies(loader, &rope, shape->rotated, NULL, out, err);
+}
+
 int loader_finish(const struct loader *loader, struct kvg_error *err)
 {
-    for (size_t i = 0; i < loader->gguf->n_tensors; i++) {
-        struct kvg_str name = loader->gguf->tensors[i].name;
+    const char *prefix = loader->folder ? "model.layers." : "blk.";
+    for (size_t i = 0; i < n_tensors(loader); i++) {
+        struct kvg_str name = loader->folder ? loader->folder->tensors[i].name : loader->gguf->tensors[i].name;
         int shown = (int)(name.len < 100 ? name.len : 100);
+        /* Old checkpoints keep what is computed from the base. */
+        bool computed = loader->folder && name.len > 20 && memcmp(name.bytes + name.len - 20, ".rotary_emb.inv_freq", 20) == 0;
         if (loader->used[i])
             continue;
-        if (name.len > 4 && memcmp(name.bytes, "blk.", 4) == 0)
+        if (!computed && name.len > strlen(prefix) && memcmp(name.bytes, prefix, strlen(prefix)) == 0)
             return kvg_fail(err, KVG_UNSUPPORTED, "tensor %.*s is not part of a %s model of this shape", shown, name.bytes,
                             loader->arch);
         log_warn("tensor %.*s is not used by a %s model: ignored", shown, name.bytes, loader->arch);

@@ -1,17 +1,21 @@
 #include "gpu-worker/model/model.h"
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include "gpu-worker/backend/backend.h"
 #include "gpu-worker/backend/cuda_plugin.h"
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/family.h"
 #include "gpu-worker/model/loader.h"
+#include "gpu-worker/model/safetensors.h"
 #include "gpu-worker/model/watch.h"
 
 enum { DEFAULT_ROWS = 2048, DEFAULT_SEQS = 64 };
 
 struct model {
-    struct kvg_gguf *gguf; /* mapped as long as the model lives: embeddings are read from it */
+    /* Mapped as long as the model lives: embeddings are read from them. */
+    struct kvg_gguf *gguf;
+    struct safetensors *folder; /* NULL: the tensors are in gguf */
     struct backend *backend;
     struct watched *watched; /* with options.watch */
     const struct family *family;
@@ -62,10 +66,22 @@ static int open_device(struct model *model, struct kvg_error *err)
     return failed;
 }
 
+/* A folder's metadata and its tensors, or a file with both. */
+static int open_files(struct model *model, struct kvg_error *err)
+{
+    struct stat st;
+    int failed = kvg_gguf_open(&model->gguf, model->options.path, err);
+    if (!failed && stat(model->options.path, &st) == 0 && S_ISDIR(st.st_mode))
+        failed = safetensors_open(&model->folder, model->options.path, err);
+    return failed;
+}
+
 static int load_weights(struct model *model, struct kvg_error *err)
 {
-    struct loader loader = {
-        .progress = model->options.progress, .context = model->options.context, .watch = model->options.watch};
+    struct loader loader = {.folder = model->folder,
+                            .progress = model->options.progress,
+                            .context = model->options.context,
+                            .watch = model->options.watch};
     char names[128];
     int failed = loader_init(&loader, model->gguf, model->backend, err);
     if (failed)
@@ -76,6 +92,7 @@ static int load_weights(struct model *model, struct kvg_error *err)
         failed = kvg_fail(err, KVG_UNSUPPORTED, "architecture \"%s\" is not supported (%s)", loader.arch, names);
         goto done;
     }
+    loader.family = model->parts.family = model->family;
     failed = model->family->load(&model->parts, &loader, model->options.max_rows, model->options.max_outputs, err);
     if (!failed)
         failed = loader_finish(&loader, err);
@@ -106,6 +123,7 @@ static void fill_info(struct model *model)
     model->kv.n_heads = s->n_heads;
     model->kv.n_kv_heads = s->n_kv_heads;
     model->kv.head_dim = s->head_dim;
+    model->kv.windows = s->windowed ? s->windows : NULL;
 }
 
 int model_open(struct model **out, const struct model_options *options, struct kvg_error *err)
@@ -125,7 +143,7 @@ int model_open(struct model **out, const struct model_options *options, struct k
     model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
     if (!model->seqs)
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
-    else if (!(failed = kvg_gguf_open(&model->gguf, options->path, err)) && !(failed = open_device(model, err)))
+    else if (!(failed = open_files(model, err)) && !(failed = open_device(model, err)))
         failed = load_weights(model, err);
     if (failed) {
         model_close(model);
@@ -147,6 +165,7 @@ void model_close(struct model *model)
     watch_free(model->watched);
     if (model->gguf)
         kvg_gguf_close(model->gguf);
+    safetensors_close(model->folder);
     free(model->seqs);
     free(model);
 }

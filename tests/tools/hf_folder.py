@@ -1,7 +1,10 @@
 """Small Hugging Face folders for tests: tokenizers trained on a few lines, config.json, safetensors with seeded weights."""
 import json
 import os
+import struct
+import zlib
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -61,3 +64,56 @@ def write_tokenizer(folder, tokenizer, settings):
     os.makedirs(folder, exist_ok=True)
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     write_json(folder, "tokenizer_config.json", settings)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------------
+
+
+def weight(name, shape, seed=1):
+    """Deterministic values of a tensor: norms near 1 (near 0 where a family keeps them less 1: "gemma" is said by seed < 0)."""
+    rng = np.random.Generator(np.random.PCG64([abs(seed), zlib.crc32(name.encode())]))
+    u = 2 * rng.random(shape) - 1
+    if len(shape) == 1:
+        return (0.3 * u + (0 if seed < 0 or "bias" in name else 1)).astype(np.float32)
+    scale = {"embed": 1.0, "q_proj": 2.0 * (3 / shape[-1]) ** 0.5, "k_proj": 2.0 * (3 / shape[-1]) ** 0.5}
+    return (u * next((s for key, s in scale.items() if key in name), (3 / shape[-1]) ** 0.5)).astype(np.float32)
+
+
+def bf16(values):
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int8": "I8", "int64": "I64"}
+
+
+def safetensors_bytes(tensors, metadata=None):
+    """{name: array} as a file; uint16 arrays are BF16."""
+    header, data = {"__metadata__": metadata or {"format": "pt"}}, bytearray()
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + bytes(data)
+
+
+def write_weights(folder, tensors, shards=1):
+    """model.safetensors, or that many shards and their index."""
+    if shards == 1:
+        with open(os.path.join(folder, "model.safetensors"), "wb") as f:
+            f.write(safetensors_bytes(tensors))
+        return
+    names, index = list(tensors), {}
+    for i in range(shards):
+        shard = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[i::shards]
+        index.update({name: shard for name in part})
+        with open(os.path.join(folder, shard), "wb") as f:
+            f.write(safetensors_bytes({name: tensors[name] for name in part}))
+    write_json(folder, "model.safetensors.index.json", {"metadata": {}, "weight_map": index})

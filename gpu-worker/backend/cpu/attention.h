@@ -60,7 +60,14 @@ struct attention_tile {
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */
     float scale;
+    uint32_t window; /* a row sees the last `window` positions, its own included; 0: all. Only in attention.inc.h's kernels */
 };
+
+/* The first position that row r sees. */
+static inline uint32_t window_start(const struct attention_tile *tile, uint32_t r)
+{
+    return tile->window && tile->position[r] >= tile->window ? tile->position[r] + 1 - tile->window : 0;
+}
 
 /* The state of a tile's rows over one segment, or over the first segments. */
 struct attention_state {

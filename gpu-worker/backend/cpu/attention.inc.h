@@ -182,17 +182,17 @@ V_INLINE void values(const struct vector_scratch *s, float *o, uint32_t n_keys, 
         add_values(s, o, n_keys, head_dim, row, n, d, 1);
 }
 
-/* One row of online softmax (Milakov and Gimelshein 2018) over a tile of 64 keys of which it sees the first n. A row that sees
+/* One row of online softmax (Milakov and Gimelshein 2018) over a tile of 64 keys of which it sees low..n - 1. A row that sees
  * none stays as it is. */
-V_INLINE void softmax_row(struct vector_scratch *s, const struct attention_state *state, uint32_t row, int n)
+V_INLINE void softmax_row(struct vector_scratch *s, const struct attention_state *state, uint32_t row, int low, int n)
 {
     v16 x[KEY_TILE / 16], lowest = v16_set1(-1e30f), zero = v16_set1(0);
     for (int j = 0; j < KEY_TILE / 16; j++)
-        x[j] = v16_first(n - 16 * j, v16_load(s->p[row] + 16 * j), lowest);
+        x[j] = v16_first(low - 16 * j, lowest, v16_first(n - 16 * j, v16_load(s->p[row] + 16 * j), lowest));
     float high = v16_hmax(v16_max(v16_max(x[0], x[1]), v16_max(x[2], x[3]))), old = state->m[row];
     float m = high > old ? high : old, *l = state->l + (size_t)row * 16;
     for (int j = 0; j < KEY_TILE / 16; j++) {
-        x[j] = v16_first(n - 16 * j, v16_exp2(v16_sub(x[j], v16_set1(m))), zero);
+        x[j] = v16_first(low - 16 * j, zero, v16_first(n - 16 * j, v16_exp2(v16_sub(x[j], v16_set1(m))), zero));
         v16_store(s->p[row] + 16 * j, x[j]);
     }
     v16 f = m == old ? v16_set1(1) : v16_exp2(v16_set1(old - m));
@@ -248,7 +248,8 @@ static void attend_keys(const struct attention_tile *tile, struct vector_scratch
     }
     for (uint32_t r = 0; r < tile->n_rows; r++) {
         int64_t n = (int64_t)tile->position[r] + 1 - first;
-        softmax_row(s, state, r, n > KEY_TILE ? KEY_TILE : n < 0 ? 0 : (int)n);
+        int64_t low = (int64_t)window_start(tile, r) - first;
+        softmax_row(s, state, r, low > KEY_TILE ? KEY_TILE : low < 0 ? 0 : (int)low, n > KEY_TILE ? KEY_TILE : n < 0 ? 0 : (int)n);
     }
     for (uint32_t r = 0; r < tile->n_rows; r += V_ATTENTION_ROWS) {
         int n = (int)(tile->n_rows - r < V_ATTENTION_ROWS ? tile->n_rows - r : V_ATTENTION_ROWS);
@@ -269,6 +270,11 @@ V_INLINE void attend_segment(enum backend_kv_dtype dtype, const struct attention
         v16_store(state->l + (size_t)r * 16, v16_set1(0));
         state->m[r] = -1e30f;
     }
+    uint32_t low = window_start(tile, 0); /* rows ascend: none sees a step before it */
+    if (low > end)
+        return;
+    if (low > begin)
+        begin += (low - begin) / KEY_TILE * KEY_TILE;
     struct key_pages pages = find_pages(tile, tile->kv_head, begin), next = pages;
     for (uint32_t first = begin; first <= end; first += KEY_TILE, pages = next) {
         if (tile->last - first >= KEY_TILE)
@@ -337,8 +343,9 @@ V_INLINE void attend(enum backend_kv_dtype dtype, const struct attention_tile *t
     }
     struct attention_state total = attention_state_at(scratch->states[0], tile->n_rows, head_dim);
     struct attention_state state = attention_state_at(scratch->states[1], tile->n_rows, head_dim);
-    attend_segment(dtype, tile, s, 0, &total);
-    for (uint32_t segment = 1; segment <= tile->last / SEGMENT; segment++) {
+    uint32_t first = window_start(tile, 0) / SEGMENT;
+    attend_segment(dtype, tile, s, first, &total);
+    for (uint32_t segment = first + 1; segment <= tile->last / SEGMENT; segment++) {
         attend_segment(dtype, tile, s, segment, &state);
         fold(tile, &total, &state);
     }

@@ -15,6 +15,7 @@
  * most steps neither look for a maximum nor rescale. Each row decides by its own numbers alone, which depend on nothing but the
  * row and its keys, and a factor of 1 changes no bit: so they are the same in every tile.
  */
+#include <string.h>
 #include "gpu-worker/backend/cpu/amx.h"
 #include "gpu-worker/backend/cpu/attention.h"
 #include "gpu-worker/backend/cpu/kernels.h"
@@ -855,6 +856,7 @@ ATTEND(attend_int8, KV_INT8)
 
 void attention_amx(struct kernels *out)
 {
+    memcpy(out->window_attention, out->attention, sizeof out->attention); /* those of AVX-512 */
     out->attention[KV_F16] = (struct attention_kernels){store_f16, store_run_f16, attend_f16, combine};
     out->attention[KV_BF16] = (struct attention_kernels){store_bf16, store_run_bf16, attend_bf16, combine};
     out->attention[KV_INT8] = (struct attention_kernels){store_int8, NULL, attend_int8, combine};

@@ -39,7 +39,7 @@ struct cpu_backend {
     struct kv_layer *layers; /* [kv.n_layers] */
     uint8_t *kv_memory;
     size_t kv_bytes;
-    struct attention_kernels attention_kernels; /* of the pool's dtype */
+    struct attention_kernels attention_kernels, window_kernels; /* of the pool's dtype */
 
     /* Scratch, grown while weights load. */
     struct acts acts;
@@ -81,6 +81,12 @@ void cpu_attention_begin(struct cpu_backend *cpu);
 /* Sequences of the step whose first segments are computed together, because they lie in the same blocks. */
 uint32_t cpu_attention_sharing(const struct cpu_backend *cpu);
 
+/* The kernels of a layer: of its window, if it has one. */
+static inline const struct attention_kernels *cpu_attention_kernels(const struct cpu_backend *cpu, uint32_t layer)
+{
+    return cpu->kv.windows && cpu->kv.windows[layer] ? &cpu->window_kernels : &cpu->attention_kernels;
+}
+
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err);
 int cpu_end_step(struct backend *backend, struct kvg_error *err);
 void cpu_embed(struct backend *backend, const struct tensor *table, struct tensor *out);
@@ -94,6 +100,10 @@ void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *
 void cpu_angles(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
 void cpu_rope_store(struct backend *backend, const struct backend_rope *args);
 void cpu_attention(struct backend *backend, const struct backend_attention *args);
+void cpu_head_rmsnorm(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *weight, float eps);
+void cpu_scale(struct backend *backend, uint32_t n, struct tensor *x, float factor);
+void cpu_add(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y);
+void cpu_gelu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
 void cpu_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
 void cpu_gather(struct backend *backend, const struct tensor *x, struct tensor *out);
 int cpu_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,

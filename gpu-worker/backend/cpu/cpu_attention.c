@@ -187,6 +187,8 @@ static void plan_common_tiles(struct cpu_backend *cpu)
     plan->common_floats = attention_state_floats(COMMON_ROWS, cpu->kv.head_dim);
     for (uint32_t s = 0; s < cpu->step.n_seqs; s++)
         plan->places[s].tile = NO_TILE;
+    if (cpu->kv.windows) /* rows of layers with a window start anywhere in the segments */
+        return;
     for (uint32_t s = 0; s + 1 < cpu->step.n_seqs; s++) {
         if (!may_share(cpu, s))
             continue;
@@ -328,6 +330,7 @@ static void describe_tile(const struct attention_job *job, const struct attentio
     tile->segment = piece->segment;
     tile->next_head = cpu->plan->chunk > 1 && kv_head + 1 < cpu->kv.n_kv_heads;
     tile->scale = job->args->scale;
+    tile->window = cpu->kv.windows ? cpu->kv.windows[job->args->layer] : 0;
     for (uint32_t i = 0; i < tile->n_rows; i++) {
         uint32_t token = (first + i) / group, head = kv_head * group + (first + i) % group;
         size_t at = (size_t)(seq->first_row + token) * job->args->q->cols + (size_t)head * cpu->kv.head_dim;
@@ -360,6 +363,7 @@ static void describe_common(const struct attention_job *job, const struct common
     tile->kv = &cpu->layers[job->args->layer];
     tile->blocks = cpu->step.seqs[cpu->plan->members[common->first]].blocks;
     tile->kv_head = kv_head;
+    tile->window = 0;
     tile->n_rows = common->n_rows;
     tile->last = common->n_segments * SEGMENT - 1;
     tile->next_head = false;
@@ -416,6 +420,7 @@ static void attend_rest(struct cpu_backend *cpu, struct attention_tile *tile, co
 static void attend_piece(struct attention_job *job, const struct attention_piece *piece, uint32_t kv_head, uint32_t thread)
 {
     struct cpu_backend *cpu = job->cpu;
+    const struct attention_kernels *kernels = cpu_attention_kernels(cpu, job->args->layer);
     struct attention_tile tile;
     describe_tile(job, piece, kv_head, &tile);
     if (cpu->plan->places[piece->seq].tile != NO_TILE) {
@@ -423,19 +428,19 @@ static void attend_piece(struct attention_job *job, const struct attention_piece
         return;
     }
     if (piece->segment == WHOLE) {
-        cpu->attention_kernels.attend(&tile, &cpu->attention[thread], NULL);
+        kernels->attend(&tile, &cpu->attention[thread], NULL);
         return;
     }
     struct attention_state states[MOST_SEGMENTS];
     states[0] = partial_of(cpu, kv_head, piece->before + piece->segment, tile.n_rows);
-    cpu->attention_kernels.attend(&tile, &cpu->attention[thread], states);
+    kernels->attend(&tile, &cpu->attention[thread], states);
     _Atomic uint32_t *left = &cpu->plan->left[(size_t)kv_head * MOST_SPLIT + piece->index];
     if (atomic_fetch_sub_explicit(left, 1, memory_order_acq_rel) != 1)
         return;
     atomic_store_explicit(left, piece->n_segments, memory_order_relaxed); /* for the next layer */
     for (uint32_t i = 0; i < piece->n_segments; i++)
         states[i] = partial_of(cpu, kv_head, piece->before + i, tile.n_rows);
-    cpu->attention_kernels.combine(&tile, states, piece->n_segments);
+    kernels->combine(&tile, states, piece->n_segments);
 }
 
 static void attend(void *arg, uint32_t thread, uint32_t first, uint32_t end)

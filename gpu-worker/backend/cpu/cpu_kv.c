@@ -57,6 +57,7 @@ int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kv
     if (!cpu->layers || !cpu->kv_memory)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u KV blocks (%zu bytes)", kv->n_blocks, cpu->kv_bytes);
     cpu->kv = *kv;
+    cpu->window_kernels = cpu->kernels.window_attention[kv->dtype == KV_AUTO ? cpu->base.kv_auto : kv->dtype];
     cpu->attention_kernels = cpu->kernels.attention[kv->dtype == KV_AUTO ? cpu->base.kv_auto : kv->dtype];
     for (uint32_t i = 0; i < kv->n_layers; i++) {
         cpu->layers[i] = layer;

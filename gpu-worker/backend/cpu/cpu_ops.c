@@ -110,6 +110,45 @@ void cpu_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, co
     for_rows(job.cpu, n, x->cols, rmsnorm_rows, &job);
 }
 
+static void head_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    uint32_t head_dim = job->weight->cols;
+    for (size_t at = (size_t)first * job->out->cols; at < (size_t)end * job->out->cols; at += head_dim)
+        job->cpu->kernels.rmsnorm(job->out->data + at, job->weight->data, head_dim, job->eps, job->out->data + at);
+}
+
+void cpu_head_rmsnorm(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *weight, float eps)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .weight = weight, .eps = eps, .out = x};
+    for_rows(job.cpu, n, x->cols, head_rows, &job);
+}
+
+void cpu_scale(struct backend *backend, uint32_t n, struct tensor *x, float factor)
+{
+    for (size_t i = 0; i < (size_t)n * x->cols; i++)
+        x->data[i] *= factor;
+}
+
+void cpu_add(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y)
+{
+    for (size_t i = 0; i < (size_t)n * x->cols; i++)
+        x->data[i] += y->data[i];
+}
+
+static void gelu_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    size_t cols = job->out->cols;
+    job->cpu->kernels.gelu_mul(job->out->data + first * cols, job->x->data + first * cols, (end - first) * cols);
+}
+
+void cpu_gelu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up)
+{
+    struct row_job job = {.cpu = cpu_of(backend), .x = up, .out = gate};
+    for_rows(job.cpu, n, gate->cols, gelu_rows, &job);
+}
+
 static void silu_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct row_job *job = arg;
@@ -163,7 +202,7 @@ static void rotate_row(const struct cpu_backend *cpu, const struct backend_rope 
 /* Stores rows from r, of which n follow each other; returns how many. */
 static uint32_t store_rows(const struct cpu_backend *cpu, const struct backend_rope *rope, uint32_t r, uint32_t n)
 {
-    const struct attention_kernels *kernels = &cpu->attention_kernels;
+    const struct attention_kernels *kernels = cpu_attention_kernels(cpu, rope->layer);
     const struct kv_layer *kv = &cpu->layers[rope->layer];
     const struct row_place *place = &cpu->places[r];
     size_t k_cols = rope->k->cols, v_cols = rope->v->cols;

@@ -19,11 +19,13 @@ struct kernels {
     void (*silu_mul)(float *gate, const float *up, size_t n);
     /* The same of n_cols columns of two panels' results [n_rows][PANEL_ROWS] into rows of out, `ld` values apart. */
     void (*silu_mul_panel)(const float *gate, const float *up, uint32_t n_rows, uint32_t n_cols, float *out, size_t ld);
+    void (*gelu_mul)(float *gate, const float *up, size_t n);
     /* angles: cosines [rotated / 2], then sines. */
     void (*rotate)(float *head, const float *angles, uint32_t rotated, enum rope_style style);
     struct attention_kernels attention[KV_DTYPES];
-    uint32_t attention_rows; /* of a tile; at most ATTENTION_TILE */
-    uint32_t key_padding;    /* head dimensions of keys are padded to a multiple of it */
+    struct attention_kernels window_attention[KV_DTYPES]; /* of layers with a sliding window; their KV has a layout of its own */
+    uint32_t attention_rows;                              /* of a tile; at most ATTENTION_TILE */
+    uint32_t key_padding;                                 /* head dimensions of keys are padded to a multiple of it */
     enum backend_kv_dtype kv_auto;
 };
 

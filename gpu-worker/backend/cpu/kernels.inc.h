@@ -289,6 +289,18 @@ static void silu_mul_panel(const float *gate, const float *up, uint32_t n_rows, 
     }
 }
 
+/* gelu by its tanh: x (1 + tanh u) / 2 = x / (1 + exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+static void gelu_mul(float *gate, const float *up, size_t n)
+{
+    v16 linear = v16_set1(-0x1.26aec2p+1f), cubic = v16_set1(-0x1.a5a7dp-4f); /* times -2 log2(e) */
+    for (size_t i = 0; i < n; i += 16) {
+        int m = n - i < 16 ? (int)(n - i) : 16;
+        v16 g = v16_load_n(gate + i, m);
+        v16 e = v16_exp2(v16_mul(g, v16_fma(v16_mul(g, g), cubic, linear)));
+        v16_store_n(gate + i, v16_mul(v16_div(g, v16_add(v16_set1(1), e)), v16_load_n(up + i, m)), m);
+    }
+}
+
 /* FMAs are written out: gcc 12 makes vfmaddsub of x * c - y * s, x * s + y * c even under -ffp-contract=off. */
 static void rotate(float *head, const float *angles, uint32_t rotated, enum rope_style style)
 {
@@ -337,8 +349,15 @@ const struct kernels KERNELS_SYMBOL = {
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
     .silu_mul_panel = silu_mul_panel,
+    .gelu_mul = gelu_mul,
     .rotate = rotate,
     .attention =
+        {
+            [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},
+            [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},
+            [KV_INT8] = {.store = store_int8, .attend = attend_int8, .combine = combine, .fold = fold, .take = take},
+        },
+    .window_attention =
         {
             [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},
             [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},

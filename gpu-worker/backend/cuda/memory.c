@@ -177,6 +177,8 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
         return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 8 up to 256", kv->head_dim);
     if (kv->dtype == KV_F16)
         return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype f16: the CUDA backend keeps KV as bf16, fp8 or int8");
+    if (kv->windows)
+        return kvg_fail(err, KVG_UNSUPPORTED, "the CUDA backend has no sliding windows: use --device cpu");
     if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
     return 0;
