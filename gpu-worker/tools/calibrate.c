@@ -297,6 +297,8 @@ int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (
     int failed = blocks ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a block table");
     for (uint32_t i = 0; blocks && i < n_blocks; i++)
         blocks[i] = i;
+    int blas_threads = openblas_get_num_threads();
+    openblas_set_num_threads(1); /* its waiting threads would spin beside the engine's */
     drop_sums(c);
     c->first = first;
     c->last = last;
@@ -308,6 +310,7 @@ int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (
                 failed = kvg_fail(err, KVG_NOMEM, "no memory for the sums of layers %u to %u", first, last - 1);
             advance(context, n);
         }
+    openblas_set_num_threads(blas_threads);
     free(blocks);
     return failed;
 }
