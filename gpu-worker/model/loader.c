@@ -14,6 +14,26 @@ static size_t n_tensors(const struct loader *loader)
     return loader->folder ? loader->folder->n_tensors : loader->gguf->n_tensors;
 }
 
+/* Quantized folders are refused by their method: their tensors have other names and meanings. */
+static int refuse_quantized(const struct kvg_gguf *gguf, struct kvg_error *err)
+{
+    struct kvg_arena arena;
+    struct kvg_json *config = NULL;
+    struct kvg_str text, name = {"?", 1};
+    if (!kvg_gguf_str(gguf, "kvgate.quantization_config", &text))
+        return 0;
+    kvg_arena_init(&arena, 0);
+    if (kvg_json_parse(&arena, text.bytes, text.len, NULL, &config, NULL) == 0) {
+        const struct kvg_json *method = kvg_json_get(config, "quant_method");
+        if (method && method->type == KVG_JSON_STRING)
+            name = method->str;
+    }
+    int failed = kvg_fail(err, KVG_UNSUPPORTED, "config.json: quant_method \"%.*s\": quantized folders are not supported",
+                          (int)(name.len < 60 ? name.len : 60), name.bytes);
+    kvg_arena_free(&arena);
+    return failed;
+}
+
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err)
 {
     struct kvg_str arch;
@@ -23,6 +43,9 @@ int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backe
         return kvg_fail(err, KVG_FILE, "general.architecture is missing or not a short string");
     memcpy(loader->arch, arch.bytes, arch.len);
     loader->arch[arch.len] = '\0';
+    int failed = refuse_quantized(gguf, err);
+    if (failed)
+        return failed;
     size_t n = n_tensors(loader);
     if (n == 0)
         return kvg_fail(err, KVG_FILE, "the file has no tensors (a cut file serves the gateway only)");

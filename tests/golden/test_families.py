@@ -105,6 +105,11 @@ def test_a_wrong_tensor_is_refused_by_name(says, tmp_path):
     assert says in refused(make(tmp_path / "model", CASES["llama"], change=FAULTS[says]), tmp_path)
 
 
+def test_a_quantized_folder_is_refused_by_its_method(tmp_path):
+    case = {**CASES["llama"], "config": {**CASES["llama"]["config"], "quantization_config": {"quant_method": "gptq", "bits": 4}}}
+    assert 'quant_method "gptq"' in refused(make(tmp_path / "model", case), tmp_path)
+
+
 def test_a_tensor_outside_the_layers_is_warned_about(tmp_path):
     done, _ = run(make(tmp_path / "model", CASES["qwen3"], change=lambda t: t.update({"other.weight": t["model.norm.weight"]})), CASES["qwen3"]["ids"], tmp_path)
     assert done.returncode == 0 and "other.weight is not used" in done.stderr
