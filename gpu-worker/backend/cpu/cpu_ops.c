@@ -312,16 +312,21 @@ static void input_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
         quantize_rows(cpu, job->forms, &cpu->acts, first, end);
         return;
     }
-    float *row = cpu->scratch + thread * cpu->scratch_floats;
-    for (uint32_t r = first; r < end; r++) {
+    float *rows = cpu->scratch + thread * cpu->scratch_floats;
+    uint32_t most = (uint32_t)(cpu->scratch_floats / cols), n;
+    for (uint32_t r = first; r < end; r += n) {
         struct acts acts = cpu->acts;
-        acts.x = row - r * cols; /* so that its row r is this one */
-        cpu->kernels.rmsnorm(job->x->data + r * cols, job->norm->weight->data, (uint32_t)cols, job->norm->eps, row);
-        quantize_rows(cpu, job->forms, &acts, r, r + 1);
+        acts.x = rows - r * cols; /* so that its row r is the first of these */
+        n = end - r < most ? end - r : most;
+        for (uint32_t i = 0; i < n; i++)
+            cpu->kernels.rmsnorm(job->x->data + (r + i) * cols, job->norm->weight->data, (uint32_t)cols, job->norm->eps,
+                                 rows + i * cols);
+        quantize_rows(cpu, job->forms, &acts, r, r + n);
     }
 }
 
-/* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights. */
+/* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights. The
+ * rows of a tile share cache lines, so a thread takes whole tiles where there are several. */
 static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
                           struct forms forms)
 {
@@ -335,7 +340,9 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.x = x->data;
     cpu->acts.sums_below = cpu->kernels.int16_sums_below;
     struct input_job job = {cpu, forms, x, norm};
-    if (forms.int8 || forms.int16)
+    if ((forms.int8 || forms.int16) && n >= 2 * ACTS_TILE)
+        thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);
+    else if (forms.int8 || forms.int16)
         for_rows(cpu, n, x->cols, input_rows, &job);
 }
 

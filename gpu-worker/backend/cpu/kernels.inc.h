@@ -11,24 +11,29 @@ enum { PREFETCH_AHEAD = 2048 }; /* bytes; a multiple of 4096 would alias in L1 *
 
 /* ---- activations ---- */
 
+V_INLINE void quantize_group(const struct acts *a, const float *x, size_t at)
+{
+    v16 x0 = v16_load(x), x1 = v16_load(x + 16);
+    float amax = v16_hmax(v16_max(v16_abs(x0), v16_abs(x1)));
+    v16 inverse = v16_set1(amax > 0 ? 127.0f / amax : 0);
+    int32_t low = v16_to_i8(a->q + at * QUANT_GROUP, v16_mul(x0, inverse));
+    int32_t sum = low + v16_to_i8(a->q + at * QUANT_GROUP + 16, v16_mul(x1, inverse));
+    a->d[at] = amax / 127.0f;
+    a->s[at] = a->d[at] * (float)sum;
+    a->sum[at] = sum;
+    a->low[at] = low;
+}
+
+/* A group of all rows of a tile, then the next group: as they are stored, so that lines are written whole. */
 static void quantize(const struct acts *a, uint32_t first, uint32_t end)
 {
     size_t groups = a->cols / QUANT_GROUP;
-    for (uint32_t row = first; row < end; row++) {
-        uint32_t tile = row / ACTS_TILE * ACTS_TILE, height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE;
-        for (size_t g = 0; g < groups; g++) {
-            const float *x = a->x + (size_t)row * a->cols + g * QUANT_GROUP;
-            size_t at = tile * groups + g * height + (row - tile);
-            v16 x0 = v16_load(x), x1 = v16_load(x + 16);
-            float amax = v16_hmax(v16_max(v16_abs(x0), v16_abs(x1)));
-            v16 inverse = v16_set1(amax > 0 ? 127.0f / amax : 0);
-            int32_t low = v16_to_i8(a->q + at * QUANT_GROUP, v16_mul(x0, inverse));
-            int32_t sum = low + v16_to_i8(a->q + at * QUANT_GROUP + 16, v16_mul(x1, inverse));
-            a->d[at] = amax / 127.0f;
-            a->s[at] = a->d[at] * (float)sum;
-            a->sum[at] = sum;
-            a->low[at] = low;
-        }
+    for (uint32_t tile = first / ACTS_TILE * ACTS_TILE; tile < end; tile += ACTS_TILE) {
+        uint32_t height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE;
+        uint32_t from = first > tile ? first : tile, stop = end < tile + ACTS_TILE ? end : tile + ACTS_TILE;
+        for (size_t g = 0; g < groups; g++)
+            for (uint32_t row = from; row < stop; row++)
+                quantize_group(a, a->x + (size_t)row * a->cols + g * QUANT_GROUP, tile * groups + g * height + (row - tile));
     }
 }
 
