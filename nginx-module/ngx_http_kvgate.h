@@ -301,6 +301,7 @@ typedef struct {
     ngx_uint_t                     usage_matched;  /* bytes of the member's name that the reply's last bytes are */
 
     unsigned                       routed:1;    /* candidates are for use, not only for the log */
+    unsigned                       others:1;    /* those that Redis named are enough for now: the other known workers were not looked at */
     unsigned                       done:1;      /* the handler has nothing left to do */
     unsigned                       prompted:1;  /* it has a prompt to look at */
     unsigned                       waiting:1;   /* for a thread or for Redis */
@@ -346,6 +347,8 @@ ngx_int_t ngx_http_kvgate_limit_refuse(ngx_http_request_t *r, ngx_http_kvgate_ct
 /* lookup.c */
 /* Starts to choose a worker: NGX_OK when that is done, NGX_AGAIN when ngx_http_kvgate_decided will be called later. */
 ngx_int_t ngx_http_kvgate_lookup(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* Of a request whose choices, all of Redis, come to an end: adds the other known workers behind them. How many. */
+ngx_uint_t ngx_http_kvgate_add_others(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 /* Tokens of the prompt that the candidate is expected to take from its cache. As in the worker, the last token is computed in any
  * case, and with it its block. The prompt has ids. */
 size_t ngx_http_kvgate_candidate_hit(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_candidate_t *candidate);

@@ -42,6 +42,25 @@ ngx_http_kvgate_peer_flight(ngx_http_kvgate_peer_t *peer, ngx_int_t step)
 }
 
 
+/* The last of Redis' choices is about to be tried. nginx looks at the tries that are left before it gives this one up, so the known
+ * workers behind it come in now, within proxy_next_upstream_tries. */
+static void
+ngx_http_kvgate_more_tries(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *peer)
+{
+    ngx_uint_t  added, limit;
+
+    added = ngx_http_kvgate_add_others(peer->request, peer->ctx);
+    limit = peer->request->upstream->conf->next_upstream_tries;
+
+    if (limit) {
+        limit -= ngx_min(limit, peer->next);  /* after this one */
+        added = ngx_min(added, limit);
+    }
+
+    pc->tries += added;
+}
+
+
 static ngx_int_t
 ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
 {
@@ -67,6 +86,11 @@ ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
     candidate = &ctx->candidates[peer->next++];
     ctx->chosen = candidate;
     peer->own = 1;
+
+    if (peer->next == ctx->n_candidates) {
+        ngx_http_kvgate_more_tries(pc, peer);
+    }
+
     ngx_http_kvgate_peer_flight(peer, 1);
 
     pc->cached = 0;

@@ -120,7 +120,7 @@ typedef struct {
 } ngx_http_kvgate_offer_t;
 
 
-/* Makes the offer a candidate, unless it is one or there are enough. NGX_DECLINED where its address is refused. */
+/* Makes the offer a candidate, behind the others, unless it is one or there are enough. NGX_DECLINED where its address is refused. */
 static ngx_int_t
 ngx_http_kvgate_add(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, const ngx_http_kvgate_offer_t *offer)
 {
@@ -300,7 +300,7 @@ ngx_http_kvgate_candidates(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
 {
     size_t                         i;
     ngx_str_t                      id;
-    ngx_uint_t                     denied;
+    ngx_uint_t                     denied, down;
     ngx_http_kvgate_offer_t        offer;
     ngx_http_kvgate_model_t       *model;
     const struct kvg_route_choice *choice;
@@ -329,7 +329,16 @@ ngx_http_kvgate_candidates(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
         }
     }
 
-    if (ngx_http_kvgate_add_known(r, ctx, model->pool) == NGX_DECLINED) {
+    down = 0;
+
+    for (i = 0; i < ctx->n_candidates; i++) {
+        down |= ctx->candidates[i].down;
+    }
+
+    if (ctx->n_candidates && !down && !denied) {
+        ctx->others = 1;
+
+    } else if (ngx_http_kvgate_add_known(r, ctx, model->pool) == NGX_DECLINED) {
         denied = 1;
     }
 
@@ -342,6 +351,22 @@ ngx_http_kvgate_candidates(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, co
     if (ctx->n_candidates) {
         ctx->hit_tokens = ngx_http_kvgate_candidate_hit(ctx, &ctx->candidates[0]);
     }
+}
+
+
+ngx_uint_t
+ngx_http_kvgate_add_others(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    ngx_uint_t  n = ctx->n_candidates;
+
+    if (!ctx->others) {
+        return 0;
+    }
+
+    ctx->others = 0;
+    (void) ngx_http_kvgate_add_known(r, ctx, ctx->prompt.model->pool);
+
+    return ctx->n_candidates - n;
 }
 
 
