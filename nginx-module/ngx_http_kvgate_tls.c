@@ -33,6 +33,11 @@ ngx_http_kvgate_tls_init(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf)
     for (i = 0; i < mcf->redis.n && !mcf->redis.urls[i].tls; i++) { /* void */ }
 
     if (i == mcf->redis.n) {
+        if (mcf->redis_ca.len || mcf->redis_certificate) {
+            ngx_log_error(NGX_LOG_WARN, cf->log, 0,
+                          "kvgate_redis_ca and kvgate_redis_certificate are of no use: no address in kvgate_redis is a rediss://");
+        }
+
         return NGX_CONF_OK;
     }
 
@@ -102,7 +107,7 @@ ngx_http_kvgate_tls_fail(ngx_http_kvgate_link_t *link, const char *what)
 {
     u_char  *last, text[256];
 
-    last = ngx_snprintf(text, sizeof(text) - 1, "TLS: %s %s", what, link->why);
+    last = ngx_snprintf(text, sizeof(text) - 1, "TLS: %s%s%s", what, link->why[0] ? " " : "", link->why);
     *last = '\0';
     link->failed(link->context, (char *) text);
     redisAsyncFree(link->context);

@@ -74,6 +74,8 @@ REFUSED = {
     "limit's parameter": (dict(location="kvgate_limit key=$uri speed=5;"), r'invalid parameter "speed=5" of kvgate_limit: expected key=, requests=, '),
     "limit's shape": (dict(location="kvgate_limit key=$uri requests=60;"), r'invalid parameter "requests=60" of kvgate_limit: a rate is a number and a unit'),
     "limit twice": (dict(location="kvgate_limit key=$uri requests=1r/s; kvgate_limit off;"), r'"kvgate_limit" directive is duplicate'),
+    "certificate twice": (dict(http="kvgate_redis_certificate a.pem a.key; kvgate_redis_certificate b.pem b.key;"), r'"kvgate_redis_certificate" directive is duplicate'),
+    "certificate without its key": (dict(http="kvgate_redis_certificate a.pem;"), r'invalid number of arguments in "kvgate_redis_certificate"'),
     "balance twice": (dict(upstream="kvgate_balance;"), r'"kvgate_balance" directive is duplicate'),
 }
 
@@ -92,6 +94,12 @@ def test_nginx_t_refuses_and_says_why(name):
 def test_nginx_t_accepts(options):
     code, text = conf_test(**options)
     assert code == 0, text
+
+
+def test_a_certificate_that_no_connection_would_use_is_said():
+    code, text = conf_test(http="kvgate_redis_ca ca.pem;")
+    assert code == 0 and "[warn]" in text and "no address in kvgate_redis is a rediss://" in text
+    assert "[warn]" not in conf_test()[1]
 
 
 def test_a_zone_too_small_for_its_models_is_said():
@@ -145,6 +153,31 @@ def fleet():
             kvgate on;
             proxy_pass http://workers;
         }
+        location /outer/ {
+            kvgate on;
+            kvgate_salt outer;
+            kvgate_bypass $http_x_bypass;
+            kvgate_limit key=$http_x_key requests=1r/d name=nested;
+            proxy_pass http://workers/;
+            location /outer/same/ {
+                proxy_pass http://workers/;
+            }
+            location /outer/own/ {
+                kvgate_salt inner;
+                kvgate_bypass 0;
+                kvgate_limit off;
+                kvgate_priority on;
+                proxy_pass http://workers/;
+                location /outer/own/deeper/ {
+                    kvgate_salt "";
+                    proxy_pass http://workers/;
+                }
+            }
+            location /outer/off/ {
+                kvgate off;
+                proxy_pass http://workers/;
+            }
+        }
     """
     with Fleet(2, server=observe, edits=[(r"block_size=32", "alias=gpt-4o alias=small block_size=32")]) as fleet:
         yield fleet
@@ -166,7 +199,7 @@ def kvgate_headers(request):
 
 def test_observe_computes_and_changes_nothing(fleet):
     for i in range(4):
-        reply = requests.post(fleet.url + "/observe/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Test": "mine"}, timeout=20)
+        reply = requests.post(fleet.url + "/observe/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Test": "mine"}, timeout=120)
         assert reply.headers["X-Kvgate-Reason"] in ROUTED and len(reply.headers["X-Kvgate-Chain"]) == 32
     assert [r.body for r in fleet.requests] == [BODY] * 4
     assert {r.header("x-kvgate-test") for r in fleet.requests} == {"mine"}
@@ -174,23 +207,39 @@ def test_observe_computes_and_changes_nothing(fleet):
 
 
 def test_observe_lets_even_broken_requests_pass(fleet):
-    reply = requests.post(fleet.url + "/observe/v1/chat/completions", data=b"{", headers=JSON, timeout=20)
+    reply = requests.post(fleet.url + "/observe/v1/chat/completions", data=b"{", headers=JSON, timeout=120)
     assert reply.status_code == 200 and fleet.requests[-1].body == b"{"
     assert reply.headers["X-Kvgate-Reason"] == "refused"
 
 
 def test_off_is_plain_nginx(fleet):
     for _ in range(4):
-        reply = requests.post(fleet.url + "/off/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Test": "mine"}, timeout=20)
+        reply = requests.post(fleet.url + "/off/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Test": "mine"}, timeout=120)
         assert not any(h.startswith("X-Kvgate") for h in reply.headers)
     assert [r.body for r in fleet.requests] == [BODY] * 4
     assert [len(w.requests) for w in fleet.workers] == [2, 2]
 
 
+@pytest.mark.parametrize("path, salt, priority, bypassed, limited", [
+    ("/outer", "outer", 0, True, True), ("/outer/same", "outer", 0, True, True), ("/outer/own", "inner", -5, False, False),
+    ("/outer/own/deeper", None, -5, False, False), ("/outer/off", None, -5, False, False)])
+def test_nested_locations_inherit_what_they_do_not_set(fleet, path, salt, priority, bypassed, limited):
+    def post(**headers):
+        fleet.reset()
+        reply = requests.post(fleet.url + path + "/v1/chat/completions", json=chat(priority=-5), headers=headers, timeout=120)
+        return reply, (fleet.requests or [None])[-1]
+
+    reply, request = post()
+    assert reply.status_code == 200 and request.header("x-kvgate-salt") == salt and request.json()["priority"] == priority
+    assert ("prompt_token_ids" in request.json()) == (path != "/outer/off")
+    assert ("prompt_token_ids" in post(**{"X-Bypass": "1"})[1].json()) == (path != "/outer/off" and not bypassed)
+    assert [post(**{"X-Key": path})[0].status_code for _ in range(2)] == [200, 429 if limited else 200]
+
+
 def test_bypass_follows_its_variables(fleet):
     for headers, query, bypassed in (({}, "", False), ({"X-Bypass": "0"}, "", False), ({"X-Bypass": "1"}, "", True), ({}, "?bypass=yes", True)):
         fleet.reset()
-        reply = requests.post(fleet.url + "/bypass/v1/chat/completions" + query, data=BODY, headers={**JSON, **headers}, timeout=20)
+        reply = requests.post(fleet.url + "/bypass/v1/chat/completions" + query, data=BODY, headers={**JSON, **headers}, timeout=120)
         assert reply.headers["X-Kvgate-Reason"] in (("bypass",) if bypassed else ROUTED)
         assert (fleet.requests[-1].body == BODY) == bypassed
 
@@ -205,7 +254,7 @@ def test_bypass_follows_its_variables(fleet):
     ("POST", "/v1/completions/x", JSON),
 ], ids=lambda v: str(v)[:30])
 def test_other_requests_pass_untouched(fleet, method, path, headers):
-    reply = requests.request(method, fleet.url + path, data=BODY, headers=headers, timeout=20)
+    reply = requests.request(method, fleet.url + path, data=BODY, headers=headers, timeout=120)
     assert reply.status_code == 200 and "X-Kvgate-Reason" not in reply.headers
     added = {"x-kvgate-priority"} if method == "POST" else set()
     assert fleet.requests[-1].body == BODY and kvgate_headers(fleet.requests[-1]) == added
@@ -213,7 +262,7 @@ def test_other_requests_pass_untouched(fleet, method, path, headers):
 
 @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x"])
 def test_json_is_recognized_with_parameters(fleet, content_type):
-    reply = requests.post(fleet.url + "/v1/chat/completions", data=BODY, headers={"Content-Type": content_type}, timeout=20)
+    reply = requests.post(fleet.url + "/v1/chat/completions", data=BODY, headers={"Content-Type": content_type}, timeout=120)
     assert reply.headers["X-Kvgate-Reason"] in ROUTED
 
 
@@ -241,7 +290,7 @@ def test_the_salt_separates_tenants_and_travels(fleet):
     for tenant, sent in (("a", b"a"), ("b", b"b"), ("two words", hashed("two words")), ("t" * 129, hashed("t" * 129)),
                          (None, b"")):
         reply = requests.post(fleet.url + "/salted/v1/chat/completions", data=BODY, headers={**JSON, "X-Kvgate-Salt": "forged",
-                                                                                            **({"X-Tenant": tenant} if tenant else {})}, timeout=20)
+                                                                                            **({"X-Tenant": tenant} if tenant else {})}, timeout=120)
         request = fleet.requests[-1] if len(fleet.requests) == 1 else next(r for r in fleet.requests)
         assert request.header("x-kvgate-salt") == (sent.decode() or None)
         assert reply.headers["X-Kvgate-Chain"] == chain(request.json()["prompt_token_ids"], "smollm2", fleet.fingerprint, salt=sent)[-1]
@@ -253,23 +302,23 @@ def test_the_salt_separates_tenants_and_travels(fleet):
 def test_a_clients_cache_salt_refines_the_operators(fleet):
     body = json.dumps(chat(cache_salt="mine")).encode()
     for headers, salt in (({}, b"\x1fmine"), ({"X-Tenant": "a"}, b"a\x1fmine")):
-        reply = requests.post(fleet.url + "/salted/v1/chat/completions", data=body, headers={**JSON, **headers}, timeout=20)
+        reply = requests.post(fleet.url + "/salted/v1/chat/completions", data=body, headers={**JSON, **headers}, timeout=120)
         ids = next(r for r in fleet.requests).json()["prompt_token_ids"]
         assert reply.headers["X-Kvgate-Chain"] == chain(ids, "smollm2", fleet.fingerprint, salt=salt)[-1]
         fleet.reset()
 
 
 def test_priority_passes_only_where_it_is_on(fleet):
-    assert requests.post(fleet.url + "/v1/chat/completions", json=chat(priority=-5), timeout=20).status_code == 200
+    assert requests.post(fleet.url + "/v1/chat/completions", json=chat(priority=-5), timeout=120).status_code == 200
     assert fleet.requests[-1].json()["priority"] == 0
     fleet.reset()
-    assert requests.post(fleet.url + "/priority/v1/chat/completions", json=chat(priority=-5), timeout=20).status_code == 200
+    assert requests.post(fleet.url + "/priority/v1/chat/completions", json=chat(priority=-5), timeout=120).status_code == 200
     assert fleet.requests[-1].json()["priority"] == -5
     fleet.reset()
     unparsed = {"model": "smollm2", "messages": 1, "priority": -5}
     assert fleet.post(**{}).status_code == 200
     fleet.reset()
-    assert requests.post(fleet.url + "/v1/chat/completions", json=unparsed, timeout=20).status_code == 200
+    assert requests.post(fleet.url + "/v1/chat/completions", json=unparsed, timeout=120).status_code == 200
     assert fleet.requests[-1].json()["priority"] == 0
 
 
@@ -277,10 +326,10 @@ def test_priority_passes_only_where_it_is_on(fleet):
                                            ("/v1/other", JSON), ("/bypass/v1/chat/completions?bypass=1", JSON), ("/v1/chat/completions", JSON)])
 def test_no_way_of_sending_a_body_brings_a_priority_past_the_gateway(fleet, path, headers):
     body = json.dumps(chat(priority=-5)).encode()
-    reply = requests.post(fleet.url + path, data=body, headers={"X-Kvgate-Priority": "on", **headers}, timeout=20)
+    reply = requests.post(fleet.url + path, data=body, headers={"X-Kvgate-Priority": "on", **headers}, timeout=120)
     assert reply.status_code == 200 and fleet.requests[-1].header("X-Kvgate-Priority") == "off"
     fleet.reset()
-    assert requests.post(fleet.url + "/priority" + path, data=body, headers={"X-Kvgate-Priority": "off", **headers}, timeout=20).status_code == 200
+    assert requests.post(fleet.url + "/priority" + path, data=body, headers={"X-Kvgate-Priority": "off", **headers}, timeout=120).status_code == 200
     assert fleet.requests[-1].header("X-Kvgate-Priority") is None
 
 
@@ -294,7 +343,7 @@ def test_an_alias_is_the_model_under_its_own_name(fleet):
 
 
 def test_an_internal_redirect_out_of_kvgate_sends_the_clients_own_body(fleet):
-    reply = requests.post(fleet.url + "/fails/v1/chat/completions", data=BODY, headers=JSON, timeout=20)
+    reply = requests.post(fleet.url + "/fails/v1/chat/completions", data=BODY, headers=JSON, timeout=120)
     assert reply.status_code == 200
     assert len(fleet.requests) == 1 and fleet.requests[0].body == BODY and kvgate_headers(fleet.requests[0]) == set()
 
@@ -303,7 +352,7 @@ def test_an_internal_redirect_within_kvgate_adds_the_ids_once(fleet):
     for size in (1, 400):  # in memory and in a file
         fleet.reset()
         body = json.dumps(chat(WORDS * size)).encode()
-        reply = requests.post(fleet.url + "/redirects/v1/chat/completions", data=body, headers=JSON, timeout=20)
+        reply = requests.post(fleet.url + "/redirects/v1/chat/completions", data=body, headers=JSON, timeout=120)
         assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in ROUTED
         request, = fleet.requests
         assert request.body.startswith(body[:-1] + b',"prompt_token_ids":[') and request.body.count(b"prompt_token_ids") == 1
@@ -314,7 +363,7 @@ def test_unbuffered_request_bodies_and_another_balancer_work():
     with Fleet(2, location="proxy_request_buffering off;", edits=[(r"kvgate_balance;", "least_conn; kvgate_balance;")]) as fleet:
         for body in (BODY, json.dumps(chat(WORDS * 400)).encode()):
             for data in (body, (body[at:at + 1000] for at in range(0, len(body), 1000))):
-                reply = requests.post(fleet.url + "/v1/chat/completions", data=data, headers=JSON, timeout=20)
+                reply = requests.post(fleet.url + "/v1/chat/completions", data=data, headers=JSON, timeout=120)
                 assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in ROUTED
         assert all(r.body.startswith(b'{"model"') and r.json()["prompt_token_ids"] for r in fleet.requests) and len(fleet.requests) == 4
 
@@ -322,7 +371,7 @@ def test_unbuffered_request_bodies_and_another_balancer_work():
 def test_the_status_page_counts(fleet):
     before = fleet.gateway.status()
     fleet.post()
-    requests.post(fleet.url + "/v1/chat/completions", data=b"{", headers=JSON, timeout=20)
+    requests.post(fleet.url + "/v1/chat/completions", data=b"{", headers=JSON, timeout=120)
     after = fleet.gateway.status()
     assert sum(after["reasons"][word] for word in ROUTED) == sum(before["reasons"][word] for word in ROUTED) + 1
     assert after["reasons"]["refused"] == before["reasons"]["refused"] + 1
@@ -330,7 +379,7 @@ def test_the_status_page_counts(fleet):
     assert model["requests"] == before["models"][0]["requests"] + 1
     assert model["prompt_tokens"] > before["models"][0]["prompt_tokens"]
     assert [w["id"] for w in model["workers"]] == ["w1", "w2"] and model["block_size"] == 32
-    assert requests.post(fleet.url + "/kvgate", timeout=10).status_code == 405
+    assert requests.post(fleet.url + "/kvgate", timeout=120).status_code == 405
 
 
 def test_the_log_has_the_times(fleet):
@@ -371,27 +420,27 @@ def test_neighbours_work_as_without_kvgate(tmp_path):
             url = fleet.url
             # authentication comes before any tokenizing
             before = fleet.gateway.status()
-            assert requests.post(url + "/private/v1/chat/completions", json=chat(), timeout=10).status_code == 401
+            assert requests.post(url + "/private/v1/chat/completions", json=chat(), timeout=120).status_code == 401
             assert fleet.gateway.status()["models"][0]["requests"] == before["models"][0]["requests"] and fleet.requests == []
             ann = {"Authorization": "Basic " + base64.b64encode(b"ann:secret").decode()}
-            assert requests.post(url + "/private/v1/chat/completions", json=chat(), headers=ann, timeout=10).headers["X-Kvgate-Reason"] in ROUTED
+            assert requests.post(url + "/private/v1/chat/completions", json=chat(), headers=ann, timeout=120).headers["X-Kvgate-Reason"] in ROUTED
             # so do limits
-            codes = [requests.post(url + "/limited/v1/chat/completions", json=chat(), timeout=10).status_code for _ in range(3)]
+            codes = [requests.post(url + "/limited/v1/chat/completions", json=chat(), timeout=120).status_code for _ in range(3)]
             assert codes == [200, 503, 503] and len(fleet.requests) == 2
             # other upstreams and their error pages
-            assert requests.post(url + "/other/v1/chat/completions", json=chat(), timeout=10).json()["worker"] == "other"
+            assert requests.post(url + "/other/v1/chat/completions", json=chat(), timeout=120).json()["worker"] == "other"
             assert other.requests[-1].json() == chat() and kvgate_headers(other.requests[-1]) == set()
             other.mode = "503"
-            assert requests.get(url + "/other/x", timeout=10).text == "sorry\n"
+            assert requests.get(url + "/other/x", timeout=120).text == "sorry\n"
             other.mode = "ok"
             # files, compression
-            page = requests.get(url + "/static/page.txt", timeout=10)
+            page = requests.get(url + "/static/page.txt", timeout=120)
             assert page.text == "a page " * 100 and page.headers["Content-Encoding"] == "gzip"
-            assert requests.get(url + "/static/none", timeout=10).status_code == 404
-            routed = requests.post(url + "/v1/chat/completions", json=chat(), timeout=10)
+            assert requests.get(url + "/static/none", timeout=120).status_code == 404
+            routed = requests.post(url + "/v1/chat/completions", json=chat(), timeout=120)
             assert routed.headers["Content-Encoding"] == "gzip" and routed.json()["object"] == "chat.completion"
             # subrequests
-            assert requests.post(url + "/mirrored/v1/chat/completions", json=chat(), timeout=10).status_code == 200
+            assert requests.post(url + "/mirrored/v1/chat/completions", json=chat(), timeout=120).status_code == 200
             wait_until(lambda: other.requests[-1].path == "/mirror", 5, "the mirrored request")
 
 
@@ -400,7 +449,7 @@ def test_a_module_without_kvgate_directives_changes_nothing():
         edits = NO_MODEL + [(r"kvgate_zone [^;]*;", ""), (r"kvgate_redis [^;]*;", ""), (r"kvgate_redis_timeout [^;]*;", ""), (r"kvgate on;", ""),
                             (r"kvgate_balance;", ""), (r"kvgate_status;", "return 204;")]
         with Gateway(servers=[worker.addr], edits=edits) as gateway:
-            assert requests.post(gateway.url + "/v1/chat/completions", data=BODY, headers=JSON, timeout=10).status_code == 200
+            assert requests.post(gateway.url + "/v1/chat/completions", data=BODY, headers=JSON, timeout=120).status_code == 200
             assert worker.requests[-1].body == BODY
 
 
@@ -419,6 +468,6 @@ def test_several_models_are_kept_apart():
             two.register(redis, fingerprint, model="other", block=64)
             wait_until(lambda: gateway.workers() == ["w1", "w2"], 10, "both seen")
             for model, worker in (("smollm2", one), ("other", two)):
-                reply = requests.post(gateway.url + "/v1/chat/completions", json={**chat(), "model": model}, timeout=10)
+                reply = requests.post(gateway.url + "/v1/chat/completions", json={**chat(), "model": model}, timeout=120)
                 assert reply.json()["worker"] == worker.name
                 assert worker.requests[-1].json()["model"] == model
