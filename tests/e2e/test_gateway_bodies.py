@@ -39,7 +39,7 @@ def body_of(size, white=b""):
 
 
 def post(fleet, body):
-    return requests.post(fleet.url + "/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}, timeout=60)
+    return requests.post(fleet.url + "/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}, timeout=120)
 
 
 def assert_forwarded(request, body):
@@ -100,7 +100,7 @@ def test_a_body_over_the_limit_is_413_in_openai_shape(fleet):
     assert status == 413 and json.loads(text)["error"]["type"] == "invalid_request_error"
     assert headers["content-type"] == "application/json"
     chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
-    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
         s.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 16)
         s.sendall(b"100000\r\nx")
         reply = http.client.HTTPResponse(s)
@@ -124,7 +124,7 @@ def test_http2_without_a_length_is_the_same(fleet):
 
 def test_expect_continue_is_answered_before_the_body_comes(fleet):
     body = body_of(2048)
-    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
         s.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 2048\r\nConnection: close\r\n\r\n")
         assert s.recv(1000).startswith(b"HTTP/1.1 100 ")
         s.sendall(body)
@@ -133,7 +133,7 @@ def test_expect_continue_is_answered_before_the_body_comes(fleet):
 
 
 def test_a_body_that_never_ends_reaches_no_worker(fleet):
-    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
         s.sendall(HEAD + b'Content-Length: 1000\r\n\r\n{"model":')
         reply = s.recv(1000)  # nginx gives up after client_body_timeout: 408, or it just closes
         assert reply == b"" or reply.startswith(b"HTTP/1.1 408 ")
@@ -224,10 +224,10 @@ def test_json_that_cannot_be_rendered_goes_on_unchanged(fleet):
 
 def test_several_prompts_are_routed_by_the_first_and_not_given_ids(fleet):
     body = {"model": "smollm2", "prompt": ["one two three " * 40, "four"]}
-    reply = requests.post(fleet.url + "/v1/completions", json=body, timeout=30)
+    reply = requests.post(fleet.url + "/v1/completions", json=body, timeout=120)
     assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in ("tie", "load")
     assert fleet.requests[-1].json() == body
-    one = requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": body["prompt"][0]}, timeout=30)
+    one = requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": body["prompt"][0]}, timeout=120)
     assert one.headers["X-Kvgate-Chain"] == reply.headers["X-Kvgate-Chain"]
     assert fleet.requests[-1].json()["prompt_token_ids"]
 
@@ -237,7 +237,7 @@ def test_a_client_that_leaves_early_leaks_nothing(fleet):
     before = fleet.gateway.children()
     for cut in (0, 10, 100_000, len(body)):
         for _ in range(5):
-            with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+            with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
                 s.sendall(HEAD + b"Content-Length: 200000\r\n\r\n" + body[:cut])
     time.sleep(0.3)
     assert fleet.post("still there").status_code == 200

@@ -17,7 +17,7 @@ QUICK = {"max_tokens": 2, "temperature": 0}
 
 
 def post(gateway, text="hello there, " * 20):
-    return requests.post(gateway.url + "/v1/chat/completions", json={**chat(text), **QUICK}, timeout=60)
+    return requests.post(gateway.url + "/v1/chat/completions", json={**chat(text), **QUICK}, timeout=120)
 
 
 def routed(gateway):

@@ -1,7 +1,9 @@
 """The failures that an operator meets, on real workers, Redis and nginx: what nginx-module/README.md says of each."""
+import ctypes
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -17,9 +19,9 @@ SYSTEM = "You are the keeper of a long and careful list of rules. " * 30
 
 
 class Stack:
-    def __init__(self, n=2, **gateway):
+    def __init__(self, n=2, worker=Worker, **gateway):
         self.redis = Redis().start()
-        self.workers = [Worker(redis=self.redis, worker_id=f"w{i + 1}", kv_cache_memory="64M").start() for i in range(n)]
+        self.workers = [worker(redis=self.redis, worker_id=f"w{i + 1}", kv_cache_memory="64M").start() for i in range(n)]
         self.gateway = Gateway(self.redis, servers=[w.gateway_addr for w in self.workers], **gateway).start()
         self.wait_seen([w.worker_id for w in self.workers])
 
@@ -102,6 +104,74 @@ def test_a_worker_that_stands_still_is_routed_around_once_its_lease_ends():
         assert stack.ask("after all").status_code == 200
 
 
+BLOCKING = r"""
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+/* The thread that is sent SIGUSR2 stands still as long as the file is there. */
+static void stand_still(int number)
+{
+    (void)number;
+    while (!access(BLOCKED_WHILE, F_OK))
+        usleep(10000);
+}
+
+__attribute__((constructor)) static void install(void)
+{
+    struct sigaction action = {.sa_handler = stand_still, .sa_flags = SA_RESTART};
+    sigaction(SIGUSR2, &action, 0);
+}
+"""
+
+
+def spent(pid):
+    """{thread: clock ticks it has computed}."""
+    ticks = {}
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/stat", encoding="ascii") as file:
+            ticks[int(thread)] = int(file.read().rpartition(")")[2].split()[11])
+    return ticks
+
+
+def test_a_worker_whose_engine_alone_stands_still_stops_beating_and_is_routed_around(tmp_path):
+    """Its other threads live: it takes connections, answers /metrics, and could beat for ever."""
+    gate, source, shim = tmp_path / "gate", tmp_path / "blocking.c", str(tmp_path / "blocking.so")
+    source.write_text(BLOCKING)
+    subprocess.run(["gcc", "-shared", "-fPIC", f'-DBLOCKED_WHILE="{gate}"', "-o", shim, str(source)], check=True)
+
+    class Blockable(Worker):
+        def command(self):
+            return ["env", f"LD_PRELOAD={shim}", *super().command()]
+
+    with Stack(2, Blockable) as stack:
+        worker = warm(stack)
+        other = next(w for w in stack.workers if w is not worker)
+        before = spent(worker.pid)
+        assert stack.ask("a question for the engine", max_tokens=60).headers["X-Kvgate-Worker"] == worker.worker_id
+        after = spent(worker.pid)
+        engine = max(after, key=lambda thread: after[thread] - before.get(thread, 0))
+        gate.touch()
+        ended = []
+        try:
+            tgkill = {"x86_64": 234, "aarch64": 131}[os.uname().machine]
+            assert ctypes.CDLL(None).syscall(tgkill, worker.pid, engine, signal.SIGUSR2) == 0
+            asking = threading.Thread(target=lambda: ended.append(stack.ask("who is there", max_tokens=3)))
+            asking.start()
+            stack.wait_seen([other.worker_id], 60)
+            assert "no step ended for 10.0 s: heartbeats stop" in worker.log() and not ended
+            assert requests.get(worker.url + "/health", timeout=120).status_code == 503 and worker.metrics()
+            for i in range(3):
+                reply = stack.ask(f"question {i}")
+                assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == other.worker_id
+        finally:
+            gate.unlink()
+        asking.join(60)
+        assert ended and ended[0].status_code == 200, "the request that it had is answered after all"
+        stack.wait_seen(["w1", "w2"])
+        assert requests.get(worker.url + "/health", timeout=120).status_code == 200
+
+
 def test_a_drained_worker_ends_its_streams_and_gets_nothing_new():
     with Stack(2) as stack:
         worker = warm(stack)
@@ -172,19 +242,19 @@ def test_a_redis_that_loads_its_data_fails_no_request():
             redis.start()
             seen = set()
             for _ in range(20):
-                reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=30)
+                reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=120)
                 assert reply.status_code == 200
                 seen.add(reply.headers["X-Kvgate-Reason"])
                 time.sleep(0.1)
             assert "redis_error" in seen
             assert sum("LOADING" in line for line in gateway.log().splitlines()) <= 3  # once each script
-            wait_until(lambda: requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=30).headers["X-Kvgate-Reason"] in ROUTED, 60, "loaded")
+            wait_until(lambda: requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=120).headers["X-Kvgate-Reason"] in ROUTED, 60, "loaded")
 
 
 def test_redis_absent_at_start_is_used_when_it_comes():
     redis = Redis()
     with Worker(redis=redis, worker_id="w1", kv_cache_memory="64M") as worker, Gateway(redis, servers=[worker.gateway_addr]) as gateway:
-        ask = lambda: requests.post(gateway.url + "/v1/chat/completions", json={**chat(SYSTEM), **QUICK}, timeout=60)  # noqa: E731
+        ask = lambda: requests.post(gateway.url + "/v1/chat/completions", json={**chat(SYSTEM), **QUICK}, timeout=120)  # noqa: E731
         reply = ask()
         assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "redis_down"
         with redis:

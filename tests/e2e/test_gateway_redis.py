@@ -64,7 +64,7 @@ def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute(fleet):
     assert worker.registration.publish(stored=blocks) == ["ok"]
     try:
         for prompt, hit in ((ids, 64), (ids + [5], 96), (ids[:-1], 64), (ids[:32], 0), (ids[:31], 0)):
-            reply = requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": prompt}, timeout=20)
+            reply = requests.post(fleet.url + "/v1/completions", json={"model": "smollm2", "prompt": prompt}, timeout=120)
             assert reply.headers["X-Kvgate-Hit-Tokens"] == str(hit), len(prompt)
     finally:
         assert worker.registration.publish(evicted=blocks) == ["ok"]
@@ -127,7 +127,7 @@ def test_clients_that_leave_while_redis_hangs_harm_nobody(fleet):
     os.kill(fleet.redis.pid, signal.SIGSTOP)
     try:
         for _ in range(20):
-            with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=10) as s:
+            with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
                 s.sendall(head + body)
     finally:
         os.kill(fleet.redis.pid, signal.SIGCONT)
@@ -212,7 +212,7 @@ def test_redis_on_a_unix_socket_is_used():
 def test_a_wrong_password_is_logged_and_fails_no_request():
     with Redis("--requirepass", "right") as redis, FakeWorker("w1") as worker:
         with Gateway(servers=[worker.addr], redis_url=f"redis://:wrong@127.0.0.1:{redis.port}") as gateway:
-            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=20)
+            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=120)
             assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] == "redis_error"
             assert "AUTH" in gateway.log() and "wrong" not in gateway.log().replace("WRONGPASS", "").split("[warn]")[0]
 
@@ -261,7 +261,7 @@ def test_a_worker_on_a_unix_socket_is_served():
 
 def test_unrouted_requests_go_to_a_live_worker():
     with Fleet(1, servers=["127.0.0.1:1"]) as fleet:
-        assert requests.get(fleet.url + "/v1/health", timeout=10).json()["worker"] == "w1"
+        assert requests.get(fleet.url + "/v1/health", timeout=120).json()["worker"] == "w1"
 
 
 def test_a_draining_worker_gets_no_new_request():
@@ -340,7 +340,7 @@ def test_nonsense_from_redis_ends_no_process_and_no_request(name):
     with FakeRedis(answer) as redis, FakeWorker("w1") as worker, Gateway(redis, servers=[worker.addr]) as gateway:
         before = gateway.children()
         for _ in range(12):
-            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=20)
+            reply = requests.post(gateway.url + "/v1/chat/completions", json=chat(), timeout=120)
             assert reply.status_code == 200 and reply.headers["X-Kvgate-Reason"] in reasons
             time.sleep(0.1)
         assert gateway.children() == before
@@ -353,4 +353,4 @@ def test_a_worker_survives_an_array_of_two_billion_elements():
         wait_until(lambda: redis.connections >= 3, 10, "tries to register")
         with open(f"/proc/{worker.pid}/statm", encoding="utf-8") as file:
             assert int(file.read().split()[0]) * 4096 < 8e9
-        assert requests.get(worker.url + "/health", timeout=10).status_code == 200
+        assert requests.get(worker.url + "/health", timeout=120).status_code == 200

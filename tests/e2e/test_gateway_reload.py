@@ -22,7 +22,7 @@ def fleet():
 
 
 def stream(fleet, results, events):
-    with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=True), stream=True, timeout=60) as reply:
+    with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=True), stream=True, timeout=120) as reply:
         text = b"".join(reply.iter_content(None)).decode()
     results.append(text.count("data: ") == events + 1 and text.endswith("data: [DONE]\n\n"))
 
@@ -114,7 +114,7 @@ def test_a_quit_while_redis_hangs_is_as_quick(fleet):
 def test_a_quit_while_a_large_body_is_in_a_thread_answers_it(fleet):
     body = json.dumps(chat("some words " * 400_000)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=60) as s:
+    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=120) as s:
         s.sendall(head.encode() + body[:-1])  # megabytes are through only when nginx reads them: the request is accepted
         s.sendall(body[-1:])
         fleet.gateway.terminate(signal.SIGQUIT)

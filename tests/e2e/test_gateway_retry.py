@@ -108,6 +108,17 @@ def test_the_last_workers_503_is_passed_on_whole(fleet):
     assert sorted(len(w.requests) for w in fleet.workers) == [1, 1]
 
 
+@pytest.mark.parametrize("tries, asked", [("", 5), ("proxy_next_upstream_tries 4;", 4), ("proxy_next_upstream_tries 2;", 2)])
+def test_behind_redis_three_choices_come_the_other_known_workers(tries, asked):
+    with Fleet(5, location=tries) as fleet:
+        both(fleet, "503")
+        reply = fleet.post()
+        assert reply.status_code == 503 and reply.json()["error"]["message"].endswith("says 503")
+        assert len(fleet.requests) == asked and max(len(w.requests) for w in fleet.workers) == 1
+        choices = [c["worker"] for c in fleet.gateway.status()["models"][0]["decisions"][0]["choices"]]
+        assert len(choices) == 3 and all(fleet.named(name).requests for name in choices[:asked])
+
+
 def test_503_then_reset_is_no_third_execution(fleet):
     first, other = preferred(fleet)
     first.mode, other.mode = "503", "reset"
@@ -174,7 +185,7 @@ def test_where_redis_names_unreachable_addresses_the_server_lines_serve():
             assert reply.status_code == 200 and len(fleet.requests) == 1
             assert "X-Kvgate-Worker" not in reply.headers and reply.headers["X-Kvgate-Hit-Tokens"] == "0"
             assert fleet.requests[0].json()["prompt_token_ids"]
-        assert requests.get(fleet.url + "/v1/health", timeout=10).status_code == 200
+        assert requests.get(fleet.url + "/v1/health", timeout=120).status_code == 200
 
 
 def test_no_other_status_than_503_moves_a_request_whatever_nginx_is_told():
@@ -296,7 +307,7 @@ def test_buffered_streams_get_their_error_frame_too():
 
 def test_openais_client_raises_where_the_stream_ends_early(fleet):
     both(fleet, "early")
-    client = openai.OpenAI(base_url=fleet.url + "/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=fleet.url + "/v1", api_key="none", max_retries=0, timeout=120)
     seen = []
     with pytest.raises(openai.APIError, match="ended early"):
         for chunk in client.chat.completions.create(**chat(), stream=True):
@@ -321,7 +332,7 @@ def test_a_client_that_leaves_closes_the_upstream(fleet):
     for worker in fleet.workers:
         worker.events, worker.interval = 200, 0.05
     try:
-        with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=True), stream=True, timeout=10) as reply:
+        with requests.post(fleet.url + "/v1/chat/completions", json=chat(stream=True), stream=True, timeout=120) as reply:
             next(reply.iter_content(100))
         worker = next(w for w in fleet.workers if w.requests)
         wait_until(lambda: not worker.open, 5, "the worker's connection closed")

@@ -78,8 +78,8 @@ def test_the_gateways_ids_are_the_workers_own(stack):
     """P4: one chain in the gateway, in each worker, and on the command line."""
     for salt in ({}, {"cache_salt": "mine"}):
         body = {"model": "smollm2", **chat("häß\u00dflich 🦙 <|im_end|> ok " * 12), **salt}
-        reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**body, **QUICK}, timeout=60)
-        told = [requests.post(w.url + "/tokenize", json=body, timeout=60).json() for w in stack.workers]
+        reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**body, **QUICK}, timeout=120)
+        told = [requests.post(w.url + "/tokenize", json=body, timeout=120).json() for w in stack.workers]
         assert told[0] == told[1] and len(told[0]["kvgate"]["chain"]) >= 3
         assert reply.json()["usage"]["prompt_tokens"] == told[0]["count"]
         assert reply.headers["X-Kvgate-Chain"] == told[0]["kvgate"]["chain"][-1]
@@ -102,7 +102,7 @@ def test_predictions_are_compared_with_what_the_worker_found(stack):
 
 
 def test_openais_client_streams_through_nginx(stack):
-    client = openai.OpenAI(base_url=stack.gateway.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=stack.gateway.url + "/v1", api_key="none", max_retries=0, timeout=120)
     assert [m.id for m in client.models.list()] == ["smollm2"]
     whole = client.chat.completions.create(**chat("Count to three."), max_tokens=12, temperature=0).choices[0].message.content
     parts = client.chat.completions.create(**chat("Count to three."), max_tokens=12, temperature=0, stream=True)
@@ -112,7 +112,7 @@ def test_openais_client_streams_through_nginx(stack):
 @pytest.mark.parametrize("members, status", [({"temperature": "hot"}, 400), ({"messages": []}, 400), ({"n": 0}, 400),
                                               ({"messages": [{"role": "nobody", "content": "x"}]}, 400)])
 def test_a_workers_refusal_reaches_the_client(stack, members, status):
-    reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**chat("x"), **members}, timeout=60)
+    reply = requests.post(stack.gateway.url + "/v1/chat/completions", json={**chat("x"), **members}, timeout=120)
     assert reply.status_code == status and reply.json()["error"]["message"]
 
 

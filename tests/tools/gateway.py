@@ -89,7 +89,7 @@ class Gateway(Process):
     def status(self):
         """The kvgate_status page."""
         import json
-        with urllib.request.urlopen(self.url + "/kvgate", timeout=10) as reply:
+        with urllib.request.urlopen(self.url + "/kvgate", timeout=120) as reply:
             return json.load(reply)
 
     def workers(self):
@@ -206,14 +206,14 @@ class Fleet:
 
     def post(self, text=WORDS, path="/v1/chat/completions", headers=None, **members):
         import requests
-        return requests.post(self.url + path, json=chat(text, **members), headers=headers, timeout=60)
+        return requests.post(self.url + path, json=chat(text, **members), headers=headers, timeout=120)
 
 
 def chat(text=WORDS, **members):
     return {"model": "smollm2", "messages": [{"role": "user", "content": text}], **members}
 
 
-def raw_request(port, data, timeout=20.0, step=None, pause=0.0):
+def raw_request(port, data, timeout=120, step=None, pause=0.0):
     """Sends bytes (in pieces of `step`) and returns (status, headers, body) of the one reply, read to its end."""
     import http.client
     import time
