@@ -35,11 +35,15 @@ struct backend_options {
     bool eager;             /* CUDA: no graphs */
 };
 
-/* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend. */
+/* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend, but for a MATMUL with a source.
+ */
 struct backend_weight {
     const struct quant_format *format;
     const void *data;
     uint32_t rows, cols;
+    const void *source; /* the file's bytes that data was made from: which matrix it is; NULL: data lies in the file */
+    const uint32_t
+        *order; /* [cols]: column i of data meets column order[i] of a product's input; NULL: i. Backends that gather */
 };
 enum backend_weight_use { WEIGHT_MATMUL, WEIGHT_EMBEDDING, WEIGHT_VECTOR };
 
@@ -183,6 +187,7 @@ struct backend_ops {
 struct backend {
     const struct backend_ops *ops;
     enum backend_kv_dtype kv_auto; /* set when it is opened */
+    bool gathers;                  /* weights may have an order; set when it is opened */
 };
 
 /* "auto", "f16" or "float16", "bf16" or "bfloat16", "int8", "fp8" or "fp8_e4m3"; NULL = auto. KVG_INVALID names an unknown one.

@@ -14,26 +14,6 @@ static size_t n_tensors(const struct loader *loader)
     return loader->folder ? loader->folder->n_tensors : loader->gguf->n_tensors;
 }
 
-/* Quantized folders are refused by their method: their tensors have other names and meanings. */
-static int refuse_quantized(const struct kvg_gguf *gguf, struct kvg_error *err)
-{
-    struct kvg_arena arena;
-    struct kvg_json *config = NULL;
-    struct kvg_str text, name = {"?", 1};
-    if (!kvg_gguf_str(gguf, "kvgate.quantization_config", &text))
-        return 0;
-    kvg_arena_init(&arena, 0);
-    if (kvg_json_parse(&arena, text.bytes, text.len, NULL, &config, NULL) == 0) {
-        const struct kvg_json *method = kvg_json_get(config, "quant_method");
-        if (method && method->type == KVG_JSON_STRING)
-            name = method->str;
-    }
-    int failed = kvg_fail(err, KVG_UNSUPPORTED, "config.json: quant_method \"%.*s\": quantized folders are not supported",
-                          (int)(name.len < 60 ? name.len : 60), name.bytes);
-    kvg_arena_free(&arena);
-    return failed;
-}
-
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err)
 {
     struct kvg_str arch;
@@ -43,7 +23,7 @@ int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backe
         return kvg_fail(err, KVG_FILE, "general.architecture is missing or not a short string");
     memcpy(loader->arch, arch.bytes, arch.len);
     loader->arch[arch.len] = '\0';
-    int failed = refuse_quantized(gguf, err);
+    int failed = quantization_read(&loader->quantization, gguf, err);
     if (failed)
         return failed;
     size_t n = n_tensors(loader);
@@ -398,6 +378,24 @@ static int check_source(const struct source *source, const char *name, uint32_t 
     return 0;
 }
 
+/* A matrix of a quantized folder; all_rows: of the whole, of which the first `rows` become the tensor. */
+static int load_quantized(struct loader *loader, struct tensor **out, const char *name, uint32_t all_rows, uint32_t rows,
+                          uint32_t cols, struct quantized_matrix *matrix, struct kvg_error *err)
+{
+    int failed =
+        quantized_read(matrix, &loader->quantization, loader->folder, name, all_rows, cols, loader->backend->gathers, err);
+    if (failed)
+        return failed;
+    struct backend_weight weight = {matrix->format, matrix->data, rows, cols, matrix->parts[0]->data, matrix->order};
+    failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err);
+    quantized_free_data(matrix);
+    if (failed) {
+        struct kvg_error cause = err ? *err : (struct kvg_error){0};
+        return kvg_fail(err, failed, "matrix %s: %.200s", name, cause.message);
+    }
+    return 0;
+}
+
 /* The backend has a copy of its own. */
 static void release(const struct loader *loader, const struct source *source)
 {
@@ -426,9 +424,23 @@ static int load_norm(struct loader *loader, struct tensor **out, const struct so
     quant_decode(source->format, source->data, values, cols);
     for (uint32_t i = 0; i < cols; i++)
         values[i] += 1;
-    struct backend_weight weight = {&quant_f32, values, 1, cols};
+    struct backend_weight weight = {.format = &quant_f32, .data = values, .rows = 1, .cols = cols};
     int failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_VECTOR, err);
     free(values);
+    return failed;
+}
+
+static int quantized_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                            struct kvg_error *err)
+{
+    struct quantized_matrix matrix;
+    int failed = load_quantized(loader, out, name, rows, rows, cols, &matrix, err);
+    for (uint32_t i = 0; i < QUANTIZED_PARTS && !failed && matrix.parts[i]; i++) {
+        struct source source = {.n_bytes = matrix.parts[i]->n_bytes,
+                                .index = (size_t)(matrix.parts[i] - loader->folder->tensors)};
+        release(loader, &source);
+        mark_used(loader, &source);
+    }
     return failed;
 }
 
@@ -442,12 +454,18 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
     bool norm = use == WEIGHT_VECTOR && length > 12 && strcmp(name + length - 12, "_norm.weight") == 0;
     *out = NULL;
     name = file_name(loader, name, full);
+    if (use == WEIGHT_MATMUL && loader->folder && quantized_has(&loader->quantization, loader->folder, name)) {
+        int failed = quantized_tensor(loader, out, name, rows, cols, err);
+        if (!failed && loader->watch)
+            loader->watch->weight(loader->watch->context, asked, *out, rows, cols);
+        return failed;
+    }
     if (!find_source(loader, name, &source))
         return need == LOADER_OPTIONAL ? 0 : kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
     int failed = check_source(&source, name, rows, cols, err);
     if (failed)
         return failed;
-    struct backend_weight weight = {source.format, source.data, rows, cols};
+    struct backend_weight weight = {.format = source.format, .data = source.data, .rows = rows, .cols = cols};
     if (norm && loader->folder && loader->family->traits & FAMILY_NORM_PLUS_1)
         failed = load_norm(loader, out, &source, cols, err);
     else
@@ -469,9 +487,14 @@ int loader_first_rows(struct loader *loader, struct tensor **out, const char *na
 {
     char full[NAME_SIZE];
     struct source source;
-    if (!find_source(loader, file_name(loader, name, full), &source))
+    const char *file = file_name(loader, name, full);
+    if (loader->folder && quantized_has(&loader->quantization, loader->folder, file)) {
+        struct quantized_matrix matrix;
+        return load_quantized(loader, out, file, loader_rows(loader, "token_embd.weight"), rows, cols, &matrix, err);
+    }
+    if (!find_source(loader, file, &source))
         return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
-    struct backend_weight weight = {source.format, source.data, rows, cols};
+    struct backend_weight weight = {.format = source.format, .data = source.data, .rows = rows, .cols = cols};
     return loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err);
 }
 
@@ -532,7 +555,7 @@ static int load_frequencies(struct loader *loader, const struct rope *rope, uint
             return kvg_fail(err, KVG_FILE, "rotary frequency %u of base %g is not finite%s", i, rope->base,
                             factors ? " (rope_freqs.weight)" : "");
     }
-    struct backend_weight weight = {&quant_f32, frequencies, 1, n};
+    struct backend_weight weight = {.format = &quant_f32, .data = frequencies, .rows = 1, .cols = n};
     return loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_VECTOR, err);
 }
 

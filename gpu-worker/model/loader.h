@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include "gpu-worker/backend/backend.h"
+#include "gpu-worker/model/quantized.h"
 #include "gpu-worker/model/safetensors.h"
 #include "libprompt/error.h"
 #include "libprompt/gguf.h"
@@ -42,8 +43,9 @@ struct loader {
     const struct safetensors *folder; /* where the tensors are; NULL: in gguf. Set before loader_init */
     const struct family *family;      /* set before tensors are loaded */
     struct backend *backend;
-    char arch[32]; /* "llama", the prefix of the file's keys */
-    bool *used;    /* [tensors of the folder or gguf] */
+    struct quantization quantization; /* of the folder; set by loader_init */
+    char arch[32];                    /* "llama", the prefix of the file's keys */
+    bool *used;                       /* [tensors of the folder or gguf] */
     uint64_t loaded_bytes, total_bytes;
     void (*progress)(double share, void *context);
     void *context;

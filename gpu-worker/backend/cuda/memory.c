@@ -91,8 +91,9 @@ static int grow_halves(struct cuda_backend *cuda, uint32_t ld, struct kvg_error 
 /* A matrix of the same bytes that is already on the device: a tied embedding. */
 static bool find_matrix(const struct cuda_backend *cuda, const struct backend_weight *weight, struct matrix *out)
 {
+    const void *source = weight->source ? weight->source : weight->data;
     for (const struct tensor *t = cuda->tensors; t; t = t->next) {
-        if (t->source != weight->data || t->matrix.rows != weight->rows || t->matrix.cols != weight->cols)
+        if (t->source != source || t->matrix.rows != weight->rows || t->matrix.cols != weight->cols)
             continue;
         *out = t->matrix;
         return true;
@@ -154,7 +155,7 @@ int cuda_weight(struct backend *backend, struct tensor **out, const struct backe
     if (!shared && (failed = upload_matrix(cuda, &matrix, weight, err)))
         return failed;
     tensor->matrix = matrix;
-    tensor->source = shared ? NULL : weight->data; /* who has a source owns the memory */
+    tensor->source = shared ? NULL : weight->source ? weight->source : weight->data; /* who has a source owns the memory */
     if (use == WEIGHT_EMBEDDING)
         return 0;
     if (weight->rows > cuda->widest_output)
