@@ -7,7 +7,7 @@
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
-enum { PREFETCH_AHEAD = 2048 }; /* bytes; a multiple of 4096 would alias in L1 */
+enum { PREFETCH_AHEAD = 3072 }; /* bytes; a multiple of 4096 would alias in L1 */
 
 /* ---- activations ---- */
 

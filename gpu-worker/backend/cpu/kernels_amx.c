@@ -15,6 +15,7 @@ enum {
     SHORT_TILE = 8,   /* rows; a tile of so few takes half the time of a whole one */
     BLOCK_ROWS = 512, /* rows whose sums are kept while a stretch is unpacked */
     STRETCH = 48,     /* groups */
+    AHEAD_TILES = 4,  /* of rows; most that share asking for weights */
     GROUP_BYTES = 2 * 8 * LINE
 };
 
@@ -47,10 +48,22 @@ V_INLINE void unpack_scales(struct stretch *s, uint32_t i, enum quant_scales sca
     }
 }
 
+/* A line of codes less their offset. Of codes of 5 and 6 bits the offset is that of the bits above the fourth, set beside it. */
+V_INLINE u8x64 signed_line(const uint8_t *half, uint32_t bits, bool offset, int g)
+{
+    if (!offset || bits == 4 || bits == 8)
+        return _mm512_sub_epi8(cell_line(half, bits, g), _mm512_set1_epi8((char)(offset ? 1 << (bits - 1) : 0)));
+    u8x64 packed = u8x64_load(half + g % 4 * LINE), least = _mm512_set1_epi8((char)(256 - (1 << (bits - 1))));
+    packed = g < 4 ? packed : _mm512_srli_epi16(packed, 4);
+    packed = _mm512_ternarylogic_epi32(packed, _mm512_set1_epi8(15), least, 0xea); /* packed & 15 | least */
+    packed = u8x64_add_bits(packed, half + 4 * LINE + g * 8, 16);
+    return bits == 6 ? u8x64_add_bits(packed, half + 5 * LINE + g * 8, 32) : packed;
+}
+
 V_INLINE void unpack_stretch(struct stretch *s, uint32_t bits, enum quant_scales scales, const uint8_t *panel, size_t first,
                              uint32_t n)
 {
-    int8_t offset = (int8_t)(scales == QUANT_SCALE || scales == QUANT_SUPER_16 ? 1 << (bits - 1) : 0);
+    bool offset = scales == QUANT_SCALE || scales == QUANT_SUPER_16;
     for (uint32_t i = 0; i < n; i++) {
         size_t b = first + i;
         const uint8_t *cell = panel + panel_cell_offset(bits, scales, b);
@@ -59,9 +72,8 @@ V_INLINE void unpack_stretch(struct stretch *s, uint32_t bits, enum quant_scales
         unpack_scales(s, i, scales, cell, super);
         for (uint32_t h = 0; h < 2; h++)
             for (int g = 0; g < 8; g++) {
-                u8x64 line = cell_line(codes + h * panel_half_bytes(bits), bits, g);
-                _mm512_store_si512(s->b + i * GROUP_BYTES + (h * 8 + (uint32_t)g) * LINE,
-                                   _mm512_sub_epi8(line, _mm512_set1_epi8(offset)));
+                u8x64 line = signed_line(codes + h * panel_half_bytes(bits), bits, offset, g);
+                _mm512_store_si512(s->b + i * GROUP_BYTES + (h * 8 + (uint32_t)g) * LINE, line);
             }
     }
 }
@@ -71,9 +83,11 @@ struct unit_run {
     enum quant_scales scales;
     uint32_t n, per_group, rows; /* rows: the tile's stride in d and s */
     const int8_t *a, *b;
-    size_t a_step;      /* of a group */
-    const float *w, *m; /* [.][PANEL_ROWS] */
-    const float *d, *s; /* [group][rows] */
+    size_t a_step;        /* of a group */
+    const float *w, *m;   /* [.][PANEL_ROWS] */
+    const float *d, *s;   /* [group][rows] */
+    const uint8_t *ahead; /* what the next stretch will unpack: `lines` of it are asked for with each unit */
+    uint32_t lines;
 };
 
 V_INLINE const int8_t *unit_a(const struct unit_run *run, uint32_t u)
@@ -98,6 +112,12 @@ V_INLINE void scale_unit(const struct unit_run *run, int height, const int32_t *
         if (minimum)
             acc[r] = v16_fma(m, v16_set1(s[r]), acc[r]);
     }
+}
+
+V_INLINE void ask_ahead(const struct unit_run *run, uint32_t u)
+{
+    for (uint32_t i = u * run->lines; i < (u + 4) * run->lines; i++)
+        _mm_prefetch((const char *)run->ahead + (size_t)i * LINE, _MM_HINT_T1);
 }
 
 /* Tile numbers must be literals. */
@@ -137,11 +157,13 @@ V_INLINE void multiply_units(const struct unit_run *run, int height, int32_t sum
     if (run->n > 2)
         DOT(2, 4, 6, 2);
     for (; u + 7 <= run->n; u += 4) {
+        ask_ahead(run, u);
         STEP(0, 0, 1, 3, 5, 7);
         STEP(1, 1, 2, 0, 4, 6);
         STEP(2, 2, 3, 1, 5, 7);
         STEP(3, 3, 0, 2, 4, 6);
     }
+    ask_ahead(run, u);
     LAST(0, 0, 1, 3, 5, 7);
     LAST(1, 1, 2, 0, 4, 6);
     LAST(2, 2, 3, 1, 5, 7);
@@ -150,10 +172,24 @@ V_INLINE void multiply_units(const struct unit_run *run, int height, int32_t sum
     LAST(5, 1, 2, 0, 4, 6);
 }
 
-/* One tile of rows (the tiles are configured for `height`, a constant) times a stretch; `carried` holds the f32 sums from stretch
- * to stretch, [half][16 rows][16]. */
+/* The bytes that follow a stretch. The first tiles of rows share asking for them, [tile][half][unit][lines]. */
+struct ahead {
+    const uint8_t *from;
+    uint32_t tiles, lines;
+};
+
+V_INLINE struct ahead ahead_of(uint32_t bits, enum quant_scales scales, const uint8_t *after, uint32_t tiles)
+{
+    uint32_t cell = (uint32_t)((panel_cell_bytes(bits, scales) + panel_super_bytes(scales) / QUANT_SUPER_GROUPS) / LINE + 1);
+    tiles = tiles < AHEAD_TILES ? tiles : AHEAD_TILES;
+    uint32_t pieces = tiles * 2 * (scales == QUANT_SUPER_16 ? 2 : 1);
+    return (struct ahead){after, tiles, (cell + pieces - 1) / pieces};
+}
+
+/* One tile of rows (the tiles are configured for `height`, a constant), the i-th of its block, times a stretch; `carried` holds
+ * the f32 sums from stretch to stretch, [half][16 rows][16]. */
 V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, int height, const struct acts *a, uint32_t tile,
-                           size_t first, uint32_t n, float *carried)
+                           uint32_t i, size_t first, uint32_t n, struct ahead ahead, float *carried)
 {
     uint32_t rows = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE, per_group = scales == QUANT_SUPER_16 ? 2 : 1;
     size_t at = tile * (size_t)(a->cols / QUANT_GROUP) + first * rows;
@@ -170,6 +206,8 @@ V_INLINE void tile_stretch(struct stretch *s, enum quant_scales scales, int heig
         run.b = s->b + h * 8 * LINE;
         run.w = s->d[0] + 16 * h;
         run.m = s->m[0] + 16 * h;
+        run.lines = i < ahead.tiles ? ahead.lines : 0;
+        run.ahead = ahead.from + (size_t)(2 * i + h) * run.n * ahead.lines * LINE;
         _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) acc[r] = first ? v16_load(carried + 16 * r) : v16_set1(0);
         multiply_units(&run, height, s->sums, acc);
         _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) v16_store(carried + 16 * r, acc[r]);
@@ -208,14 +246,18 @@ V_INLINE void amx_block(uint32_t bits, enum quant_scales scales, const struct pa
     uint32_t k_bytes = scales == QUANT_SUPER_16 ? 16 : 32;
     for (size_t g = 0; g < groups; g += STRETCH) {
         uint32_t n = (uint32_t)(groups - g < STRETCH ? groups - g : STRETCH);
+        const uint8_t *after = g + n < groups ? panel + panel_cell_offset(bits, scales, g + n) : panel + w->panel_bytes;
+        struct ahead ahead = ahead_of(bits, scales, after, (end - first + ACTS_TILE - 1) / ACTS_TILE);
         unpack_stretch(&s, bits, scales, panel, g, n);
         if (first < whole)
             amx_begin(AMX_ROWS, k_bytes);
         for (uint32_t tile = first; tile < whole; tile += ACTS_TILE)
-            tile_stretch(&s, scales, AMX_ROWS, a, tile, g, n, carried + (size_t)(tile - first) * PANEL_ROWS);
+            tile_stretch(&s, scales, AMX_ROWS, a, tile, (tile - first) / ACTS_TILE, g, n, ahead,
+                         carried + (size_t)(tile - first) * PANEL_ROWS);
         if (whole < end) {
             amx_begin(SHORT_TILE, k_bytes);
-            tile_stretch(&s, scales, SHORT_TILE, a, whole, g, n, carried + (size_t)(whole - first) * PANEL_ROWS);
+            tile_stretch(&s, scales, SHORT_TILE, a, whole, (whole - first) / ACTS_TILE, g, n, ahead,
+                         carried + (size_t)(whole - first) * PANEL_ROWS);
         }
     }
     for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
