@@ -14,7 +14,8 @@ struct tensor {
     float *data;                       /* activations and vectors [rows, cols] */
     const struct quant_format *format; /* embeddings: the file's bytes, not owned */
     const void *mapped;
-    struct panels panels; /* matmul weights */
+    struct panels panels;  /* matmul weights */
+    const uint32_t *order; /* [cols] of their columns in the input, or NULL; equal orders are one pointer */
 };
 
 enum { GATED_ROWS = 512 }; /* most of a pass over two weights that are one's gate */
@@ -46,7 +47,8 @@ struct cpu_backend {
     size_t acts_values, int16_values;    /* capacity: rows * cols */
     struct attention_scratch *attention; /* [threads] */
     float *sampling;                     /* [threads][most weight rows] */
-    float *scratch;                      /* [threads][scratch_floats]: an input row, or two panels' results of GATED_ROWS rows */
+    float *scratch; /* [threads][scratch_floats]: an input row (two where it is reordered), or two panels' results of GATED_ROWS
+                       rows */
     size_t scratch_floats;
     uint32_t most_rows;
 

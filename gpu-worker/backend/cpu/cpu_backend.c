@@ -182,6 +182,7 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
         return kvg_fail(err, KVG_NOMEM, "no memory for the CPU backend");
     cpu->base.ops = &cpu_ops;
     cpu->base.kv_auto = kernels.kv_auto;
+    cpu->base.gathers = true;
     cpu->kernels = kernels;
     cpu->arithmetic = arithmetic;
     cpu->options = *options;

@@ -189,6 +189,28 @@ static void note_format(struct cpu_backend *cpu, const struct quant_format *form
             *(int16 ? &cpu->int16_formats : &cpu->int8_formats) |= 1u << i;
 }
 
+/* The weight's order, in memory of its own or of a matrix with the same one. */
+static int keep_order(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight, struct kvg_error *err)
+{
+    size_t bytes = weight->cols * sizeof *weight->order;
+    if (weight->format->scales == QUANT_FLOAT)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s weights have no order of columns", weight->format->name);
+    for (uint32_t i = 0; i < weight->cols; i++)
+        if (weight->order[i] >= weight->cols)
+            return kvg_fail(err, KVG_INVALID, "column %u is column %u of %u", i, weight->order[i], weight->cols);
+    for (const struct tensor *t = cpu->tensors; t; t = t->next)
+        if (t->order && t->cols == weight->cols && memcmp(t->order, weight->order, bytes) == 0) {
+            tensor->order = t->order;
+            return 0;
+        }
+    uint32_t *order = arena_alloc(cpu, bytes);
+    if (!order)
+        return kvg_fail(err, KVG_NOMEM, "no memory for the order of %u columns", weight->cols);
+    memcpy(order, weight->order, bytes);
+    tensor->order = order;
+    return 0;
+}
+
 static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
                          struct kvg_error *err)
 {
@@ -205,8 +227,8 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
         return err ? err->code : KVG_NOMEM;
     if (weight->format->scales != QUANT_FLOAT)
         note_format(cpu, weight->format, panels_int16(panels));
-    int failed = grow_scratch(cpu, weight->cols, err);
-    if (failed)
+    int failed = weight->order ? keep_order(cpu, tensor, weight, err) : 0;
+    if (failed || (failed = grow_scratch(cpu, weight->order ? 2 * weight->cols : weight->cols, err)))
         return failed;
     return grow_sampling(cpu, weight->rows, err);
 }

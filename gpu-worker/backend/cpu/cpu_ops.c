@@ -292,6 +292,7 @@ struct input_job {
     struct forms forms;
     const struct tensor *x;
     const struct backend_norm *norm; /* or NULL */
+    const uint32_t *order;           /* of the columns, or NULL */
 };
 
 static void quantize_rows(const struct cpu_backend *cpu, struct forms forms, const struct acts *acts, uint32_t first,
@@ -303,32 +304,44 @@ static void quantize_rows(const struct cpu_backend *cpu, struct forms forms, con
         cpu->kernels.quantize_int16(acts, first, end);
 }
 
+/* Row r of the input, normed and in the weights' order, to out; an ordered row is normed in `normed` first. */
+static void input_row(const struct input_job *job, uint32_t r, float *out, float *normed)
+{
+    uint32_t cols = job->x->cols;
+    const float *x = job->x->data + (size_t)r * cols;
+    if (job->norm) {
+        job->cpu->kernels.rmsnorm(x, job->norm->weight->data, cols, job->norm->eps, job->order ? normed : out);
+        x = normed;
+    }
+    for (uint32_t i = 0; i < cols && job->order; i++)
+        out[i] = x[job->order[i]];
+}
+
 static void input_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct input_job *job = arg;
     const struct cpu_backend *cpu = job->cpu;
     size_t cols = cpu->acts.cols;
-    if (!job->norm) {
+    if (!job->norm && !job->order) {
         quantize_rows(cpu, job->forms, &cpu->acts, first, end);
         return;
     }
     float *rows = cpu->scratch + thread * cpu->scratch_floats;
-    uint32_t most = (uint32_t)(cpu->scratch_floats / cols), n;
+    uint32_t most = (uint32_t)(cpu->scratch_floats / cols) - (job->order ? 1 : 0), n;
     for (uint32_t r = first; r < end; r += n) {
         struct acts acts = cpu->acts;
         acts.x = rows - r * cols; /* so that its row r is the first of these */
         n = end - r < most ? end - r : most;
         for (uint32_t i = 0; i < n; i++)
-            cpu->kernels.rmsnorm(job->x->data + (r + i) * cols, job->norm->weight->data, (uint32_t)cols, job->norm->eps,
-                                 rows + i * cols);
+            input_row(job, r + i, rows + i * cols, rows + most * cols);
         quantize_rows(cpu, job->forms, &acts, r, r + n);
     }
 }
 
-/* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights. The
- * rows of a tile share cache lines, so a thread takes whole tiles where there are several. */
+/* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights, which
+ * have no order. The rows of a tile share cache lines, so a thread takes whole tiles where there are several. */
 static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
-                          struct forms forms)
+                          struct forms forms, const uint32_t *order)
 {
     if (norm && forms.floats) {
         cpu_rmsnorm(&cpu->base, n, x, norm->weight, norm->eps, norm->scratch);
@@ -339,7 +352,7 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.cols = x->cols;
     cpu->acts.x = x->data;
     cpu->acts.sums_below = cpu->kernels.int16_sums_below;
-    struct input_job job = {cpu, forms, x, norm};
+    struct input_job job = {cpu, forms, x, norm, order};
     if ((forms.int8 || forms.int16) && n >= 2 * ACTS_TILE)
         thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);
     else if (forms.int8 || forms.int16)
@@ -350,6 +363,7 @@ struct product_job {
     struct cpu_backend *cpu;
     const struct backend_matmul *args;
     const struct backend_gated *gated;
+    bool gate_done;      /* the gate's product is in gated->out */
     uint32_t first, end; /* rows of this pass */
 };
 
@@ -386,16 +400,32 @@ static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t
     }
 }
 
-static void multiply(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
-                     const struct backend_matmul *args)
+/* Weights of one order. */
+static void multiply_alike(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                           const struct backend_matmul *args)
 {
     struct product_job job = {.cpu = cpu, .args = args};
     struct forms forms = forms_of(args->weights, args->count);
     uint32_t n_panels = 0;
     for (uint32_t i = 0; i < args->count; i++)
         n_panels += args->weights[i]->panels.n_panels;
-    prepare_input(cpu, n, x, norm, forms);
+    prepare_input(cpu, n, x, norm, forms, args->weights[0]->order);
     for_passes(&job, n, UINT32_MAX, n_panels, forms, multiply_panels);
+}
+
+static void multiply(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+                     const struct backend_matmul *args)
+{
+    for (uint32_t first = 0, end; first < args->count; first = end) {
+        struct backend_matmul alike = {.accumulate = args->accumulate};
+        for (end = first; end < args->count && args->weights[end]->order == args->weights[first]->order; end++) {
+            alike.weights[end - first] = args->weights[end];
+            alike.biases[end - first] = args->biases[end];
+            alike.outs[end - first] = args->outs[end];
+            alike.count++;
+        }
+        multiply_alike(cpu, n, x, norm, &alike);
+    }
 }
 
 void cpu_matmul(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args)
@@ -420,7 +450,11 @@ static void multiply_gated(void *arg, uint32_t thread, uint32_t first, uint32_t 
         uint32_t left = out->cols - p * PANEL_ROWS;
         size_t at = (size_t)(job->first + p) * PANEL_ROWS; /* of the pass's first row and the panel's first column */
         struct panel_store to_gate = {gate_out - at, PANEL_ROWS, NULL, false}, to_up = {up_out - at, PANEL_ROWS, NULL, false};
-        cpu->kernels.panel[gate->kind](gate, p, &cpu->acts, job->first, job->end, &to_gate);
+        for (uint32_t r = job->first; r < job->end && job->gate_done; r++)
+            memcpy(gate_out + (size_t)(r - job->first) * PANEL_ROWS, out->data + r * (size_t)out->cols + (size_t)p * PANEL_ROWS,
+                   (left < PANEL_ROWS ? left : PANEL_ROWS) * sizeof *gate_out);
+        if (!job->gate_done)
+            cpu->kernels.panel[gate->kind](gate, p, &cpu->acts, job->first, job->end, &to_gate);
         cpu->kernels.panel[up->kind](up, p, &cpu->acts, job->first, job->end, &to_up);
         cpu->kernels.silu_mul_panel(gate_out, up_out, job->end - job->first, left < PANEL_ROWS ? left : PANEL_ROWS,
                                     out->data + job->first * (size_t)out->cols + (size_t)p * PANEL_ROWS, out->cols);
@@ -431,8 +465,11 @@ void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *
                       const struct backend_gated *args)
 {
     struct cpu_backend *cpu = cpu_of(backend);
-    struct product_job job = {.cpu = cpu, .gated = args};
-    struct forms forms = forms_of((const struct tensor *const[]){args->gate, args->up}, 2);
-    prepare_input(cpu, n, x, norm, forms);
+    struct product_job job = {.cpu = cpu, .gated = args, .gate_done = args->gate->order != args->up->order};
+    struct forms forms = forms_of((const struct tensor *const[]){args->up, args->gate}, job.gate_done ? 1 : 2);
+    struct backend_matmul gate = {.count = 1, .weights = {args->gate}, .outs = {args->out}};
+    if (job.gate_done)
+        multiply(cpu, n, x, norm, &gate);
+    prepare_input(cpu, n, x, norm, forms, args->up->order);
     for_passes(&job, n, GATED_ROWS, args->gate->panels.n_panels, forms, multiply_gated);
 }

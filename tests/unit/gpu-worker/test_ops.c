@@ -408,6 +408,16 @@ static struct tensor *matrix_of(struct cpu_backend *cpu, const struct quant_form
     return tensor;
 }
 
+static struct tensor *ordered_matrix(struct cpu_backend *cpu, const struct quant_format *format, const void *rows,
+                                     const uint32_t *order)
+{
+    struct tensor *tensor;
+    struct backend_weight weight = {
+        .format = format, .data = rows, .rows = N, .cols = FUSED_COLS, .source = rows, .order = order};
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_MATMUL, NULL), 0);
+    return tensor;
+}
+
 static struct tensor *random_activation(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
 {
     struct tensor *tensor = activation(cpu, rows, cols);
@@ -464,6 +474,106 @@ static void test_products_with_norm_and_gate_have_the_bits_of_their_parts(void *
             check_fused(cpu_of(backend), pairs[j][0], pairs[j][1]);
             backend->ops->close(backend);
         }
+}
+
+static void random_order(uint32_t order[FUSED_COLS])
+{
+    for (uint32_t i = 0; i < FUSED_COLS; i++)
+        order[i] = i;
+    for (uint32_t i = FUSED_COLS - 1; i > 0; i--) {
+        uint32_t j = (uint32_t)((random_float() + 1) / 2 * (float)i), other = order[i];
+        order[i] = order[j];
+        order[j] = other;
+    }
+}
+
+static void gather_columns(const struct tensor *x, const uint32_t *order, struct tensor *out)
+{
+    for (uint32_t r = 0; r < FUSED_ROWS; r++)
+        for (uint32_t i = 0; i < FUSED_COLS; i++)
+            out->data[r * FUSED_COLS + i] = x->data[r * FUSED_COLS + (order ? order[i] : i)];
+}
+
+/* Products of weights with orders have the bits of products of gathered inputs, also fused, also where orders differ. */
+static void check_orders(struct cpu_backend *cpu, const struct quant_format *format, const uint32_t *const orders[2])
+{
+    static const uint32_t counts[] = {1, 17, FUSED_ROWS};
+    const struct backend_ops *ops = cpu->base.ops;
+    struct backend *backend = &cpu->base;
+    uint8_t *rows[2] = {random_rows(format, N, FUSED_COLS), random_rows(format, N, FUSED_COLS)};
+    struct tensor *plain[2], *ordered[2], *out[4];
+    struct tensor *x = random_activation(cpu, FUSED_ROWS, FUSED_COLS), *normed = activation(cpu, FUSED_ROWS, FUSED_COLS);
+    struct tensor *gathered = activation(cpu, FUSED_ROWS, FUSED_COLS), *bias = random_activation(cpu, 1, N);
+    struct backend_norm norm = {random_activation(cpu, 1, FUSED_COLS), 1e-5f, activation(cpu, FUSED_ROWS, FUSED_COLS)};
+    for (int i = 0; i < 2; i++) {
+        plain[i] = matrix_of(cpu, format, rows[i]);
+        ordered[i] = ordered_matrix(cpu, format, rows[i], orders[i]);
+    }
+    for (int i = 0; i < 4; i++)
+        out[i] = activation(cpu, FUSED_ROWS, N);
+    struct backend_matmul both = {2, {ordered[0], ordered[1]}, {bias}, {out[2], out[3]}, false};
+    struct backend_gated gated = {ordered[0], ordered[1], out[2]};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        uint32_t n = counts[i];
+        size_t bytes = (size_t)n * N * sizeof(float);
+        ops->rmsnorm(backend, n, x, norm.weight, norm.eps, normed);
+        for (int j = 0; j < 2; j++) {
+            struct backend_matmul one = {1, {plain[j]}, {j == 0 ? bias : NULL}, {out[j]}, false};
+            gather_columns(normed, orders[j], gathered);
+            ops->matmul(backend, n, gathered, &one);
+        }
+        ops->normed_matmul(backend, n, x, &norm, &both);
+        assert_memory_equal(out[0]->data, out[2]->data, bytes);
+        assert_memory_equal(out[1]->data, out[3]->data, bytes);
+        ops->matmul(backend, n, normed, &both);
+        assert_memory_equal(out[0]->data, out[2]->data, bytes);
+        assert_memory_equal(out[1]->data, out[3]->data, bytes);
+        struct backend_matmul gate = {1, {plain[0]}, {NULL}, {out[0]}, false};
+        gather_columns(normed, orders[0], gathered);
+        ops->matmul(backend, n, gathered, &gate);
+        ops->silu_mul(backend, n, out[0], out[1]);
+        ops->normed_gated(backend, n, x, &norm, &gated);
+        assert_memory_equal(out[0]->data, out[2]->data, bytes);
+    }
+    free(rows[0]), free(rows[1]);
+}
+
+static void test_weights_with_an_order_meet_the_gathered_input(void **unused)
+{
+    static const struct quant_format *const formats[] = {&quant_q4_0, &quant_q4_1, &quant_q8_0};
+    static uint32_t one[FUSED_COLS], other[FUSED_COLS];
+    const uint32_t *const pairs[][2] = {{one, one}, {one, other}, {one, NULL}, {NULL, other}};
+    random_order(one);
+    random_order(other);
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++)
+        for (size_t j = 0; j < sizeof formats / sizeof *formats; j++)
+            for (size_t k = 0; k < sizeof pairs / sizeof *pairs; k++) {
+                struct backend *backend;
+                struct backend_options options = {isas[i], 2, FUSED_ROWS, 1, 1};
+                int rc = cpu_backend_open(&backend, &options, NULL);
+                if (rc == KVG_UNSUPPORTED)
+                    continue;
+                assert_int_equal(rc, 0);
+                check_orders(cpu_of(backend), formats[j], pairs[k]);
+                backend->ops->close(backend);
+            }
+}
+
+static void test_an_order_out_of_range_or_of_floats_is_refused(void **unused)
+{
+    static uint8_t rows[N * FUSED_COLS * sizeof(float)];
+    static uint32_t order[FUSED_COLS];
+    struct cpu_backend *cpu = open_backend("generic", 1);
+    struct tensor *tensor;
+    struct kvg_error err;
+    struct backend_weight weight = {.format = &quant_q4_0, .data = rows, .rows = N, .cols = FUSED_COLS, .order = order};
+    order[3] = FUSED_COLS;
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_MATMUL, &err), KVG_INVALID);
+    assert_string_equal(err.message, "column 3 is column 256 of 256");
+    order[3] = 0;
+    weight.format = &quant_f32;
+    assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_MATMUL, &err), KVG_UNSUPPORTED);
+    close_backend(cpu);
 }
 
 /* ---- rope, KV and attention ---- */
@@ -830,6 +940,8 @@ int main(void)
         cmocka_unit_test(test_zero_activations_give_zero),
         cmocka_unit_test(test_rmsnorm_and_silu),
         cmocka_unit_test(test_products_with_norm_and_gate_have_the_bits_of_their_parts),
+        cmocka_unit_test(test_weights_with_an_order_meet_the_gathered_input),
+        cmocka_unit_test(test_an_order_out_of_range_or_of_floats_is_refused),
         cmocka_unit_test(test_attention_is_right_and_invariant),
         cmocka_unit_test(test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies),
         cmocka_unit_test(test_embed_and_gather_are_exact),
