@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #include "gpu-worker/backend/backend.h"
@@ -45,23 +46,72 @@ static void add_layers(struct capacity *out, const struct kvg_gguf *gguf)
             out->ggml_type = type;
 }
 
+static const struct quant_format *float_format(enum safetensors_dtype dtype)
+{
+    return dtype == ST_F32 ? &quant_f32 : dtype == ST_F16 ? &quant_f16 : dtype == ST_BF16 ? &quant_bf16 : NULL;
+}
+
+/* In which format the folder's matrix `name` is multiplied. */
+static int folder_format(const struct loader *loader, const char *name, const struct quant_format **out, struct kvg_error *err)
+{
+    const struct safetensors_tensor *tensor = safetensors_find(loader->folder, name);
+    bool quantized = quantized_has(&loader->quantization, loader->folder, name);
+    if (!quantized && !tensor)
+        return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
+    *out = quantized ? quantized_format(&loader->quantization) : float_format(tensor->dtype);
+    return *out ? 0
+                : kvg_fail(err, KVG_UNSUPPORTED, "tensor %s has type %s, which is not supported", name,
+                           safetensors_dtype_name(tensor->dtype));
+}
+
+static uint64_t format_bytes(const struct quant_format *format, uint64_t values)
+{
+    return (values * format->block_bytes + format->block_values - 1) / format->block_values;
+}
+
+/* Numbers by the shape, bytes as in the worker's memory: a quantized matrix is not there as the folder packs it. */
+static int read_folder(struct capacity *out, const struct loader *loader, const struct shape *shape, struct kvg_error *err)
+{
+    static const char embedding[] = "model.embed_tokens.weight";
+    const struct safetensors_tensor *table = safetensors_find(loader->folder, embedding);
+    const struct quant_format *layers, *ends;
+    bool own = loader_has_output(loader);
+    uint64_t heads = 2 * (uint64_t)shape->n_heads + 2 * (uint64_t)shape->n_kv_heads;
+    int failed;
+    if (!table || table->n_dims != 2 || table->shape[0] > UINT32_MAX || table->shape[1] != shape->hidden)
+        return kvg_fail(err, KVG_FILE, "tensor %s is missing or no matrix of %u columns", embedding, shape->hidden);
+    if ((failed = folder_format(loader, "model.layers.0.mlp.down_proj.weight", &layers, err)) ||
+        (failed = folder_format(loader, own ? "lm_head.weight" : embedding, &ends, err)))
+        return failed;
+    out->n_vocab = (uint32_t)table->shape[0];
+    out->output_weights = table->shape[0] * table->shape[1];
+    out->output_bytes = format_bytes(ends, out->output_weights);
+    out->layer_weights = shape->n_layers * (heads * shape->head_dim + 3 * (uint64_t)shape->ffn) * shape->hidden;
+    out->layer_bytes = format_bytes(layers, out->layer_weights);
+    out->weight_bytes = out->layer_bytes + table->n_bytes + (own ? out->output_bytes : 0);
+    out->ggml_type = layers->ggml_type;
+    return 0;
+}
+
 static int read_header(struct capacity *out, const struct loader *loader, struct kvg_error *err)
 {
     struct shape shape = {0};
     int failed = loader_shape(loader, &shape, err);
     if (failed)
         return failed;
-    const struct kvg_gguf_tensor *output = kvg_gguf_tensor(loader->gguf, "output.weight");
-    if (!output)
-        output = kvg_gguf_tensor(loader->gguf, "token_embd.weight");
-    if (!output)
-        return kvg_fail(err, KVG_FILE, "tensor token_embd.weight is missing");
     snprintf(out->family, sizeof out->family, "%s", loader->arch);
     out->n_layers = shape.n_layers;
     out->n_heads = shape.n_heads;
     out->n_kv_heads = shape.n_kv_heads;
     out->head_dim = shape.head_dim;
     out->max_position = shape.max_position;
+    if (loader->folder)
+        return read_folder(out, loader, &shape, err);
+    const struct kvg_gguf_tensor *output = kvg_gguf_tensor(loader->gguf, "output.weight");
+    if (!output)
+        output = kvg_gguf_tensor(loader->gguf, "token_embd.weight");
+    if (!output)
+        return kvg_fail(err, KVG_FILE, "tensor token_embd.weight is missing");
     out->n_vocab = (uint32_t)output->dims[1];
     out->output_bytes = output->n_bytes;
     out->output_weights = output->dims[0] * output->dims[1];
@@ -72,14 +122,20 @@ static int read_header(struct capacity *out, const struct loader *loader, struct
 int capacity_read(struct capacity *out, const char *path, struct kvg_error *err)
 {
     struct kvg_gguf *gguf;
+    struct safetensors *folder = NULL;
     struct loader loader = {0};
+    struct stat st;
     int failed = kvg_gguf_open(&gguf, path, err);
     if (failed)
         return failed;
     *out = (struct capacity){0};
-    if (!(failed = loader_init(&loader, gguf, NULL, err)))
+    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        failed = safetensors_open(&folder, path, err);
+    loader.folder = folder;
+    if (!failed && !(failed = loader_init(&loader, gguf, NULL, err)))
         failed = read_header(out, &loader, err);
     loader_free(&loader);
+    safetensors_close(folder);
     kvg_gguf_close(gguf);
     return failed;
 }

@@ -1,5 +1,5 @@
-/* What a model costs in bytes and operations, from its file's header alone, and what this CPU gives in a second: the two halves
- * of a roofline (Williams et al., 2009).
+/* What a model costs in bytes and operations, from the headers of its file or folder alone, and what this CPU gives in a second:
+ * the two halves of a roofline (Williams et al., 2009).
  */
 #pragma once
 #include <stdint.h>
@@ -8,7 +8,7 @@
 struct capacity {
     char family[32];
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, n_vocab, max_position;
-    uint64_t weight_bytes;                  /* of all tensors */
+    uint64_t weight_bytes;                  /* of all tensors; of a folder: as they lie in memory */
     uint64_t layer_bytes, output_bytes;     /* of the matrices that every step reads: those in layers, and the output matrix */
     uint64_t layer_weights, output_weights; /* numbers in them */
     uint32_t ggml_type;                     /* in which most bytes of the layers' matrices are kept */

@@ -59,6 +59,7 @@ static int read_numbers(const struct reader *r, const char *bits_key, const char
 static int read_gptq(const struct reader *r)
 {
     const struct kvg_json *dynamic = kvg_json_get(r->config, "dynamic"), *order = kvg_json_get(r->config, "desc_act");
+    const struct kvg_json *symmetric = kvg_json_get(r->config, "sym");
     struct kvg_str form = text_of(r->config, "checkpoint_format", "gptq");
     bool second = kvg_str_eq(form, "gptq_v2");
     if (!second && !kvg_str_eq(form, "gptq"))
@@ -69,6 +70,7 @@ static int read_gptq(const struct reader *r)
     r->out->method = QUANTIZED_GPTQ;
     r->out->zero_add = second ? 0 : 1;
     r->out->act_order = order && order->type == KVG_JSON_TRUE;
+    r->out->zeros = symmetric && symmetric->type == KVG_JSON_FALSE;
     return read_numbers(r, "bits", "group_size");
 }
 
@@ -80,6 +82,7 @@ static int read_awq(const struct reader *r)
         return kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: version \"%.*s\" of awq: gemm is served",
                         AT_MOST(version));
     r->out->method = QUANTIZED_AWQ;
+    r->out->zeros = true;
     int failed = read_numbers(r, short_names ? "w_bit" : "bits", short_names ? "q_group_size" : "group_size");
     if (!failed && r->out->bits != 4)
         failed = kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: awq of %u bits: 4 are served", r->out->bits);

@@ -376,6 +376,12 @@ static const struct quant_format *choose_format(const struct reading *m, bool bl
     return bits == 8 ? &quant_q8_0 : centred ? &quant_q4_0 : &quant_q4_1;
 }
 
+const struct quant_format *quantized_format(const struct quantization *quantization)
+{
+    bool zeros = quantization->zeros;
+    return quantization->bits == 4 ? (zeros ? &quant_q4_1 : &quant_q4_0) : zeros ? &quant_f16 : &quant_q8_0;
+}
+
 static int allocate(struct reading *m)
 {
     size_t n = (size_t)m->groups * m->rows;

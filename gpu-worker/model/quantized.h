@@ -33,7 +33,7 @@ struct quantization {
     enum quantized_method method;
     uint32_t bits, group; /* columns of a group; 0 = a row */
     uint32_t zero_add;    /* to stored zeros */
-    bool zeros;           /* pack-quantized: there are zeros */
+    bool zeros;           /* not symmetric; pack-quantized: there are tensors of zeros */
     bool act_order;       /* g_idx must be there */
 };
 
@@ -49,6 +49,8 @@ struct quantized_matrix {
     const struct safetensors_tensor *parts[QUANTIZED_PARTS]; /* what it was made of: NULL after the last. parts[0]: the codes */
 };
 
+/* What most of its matrices become. */
+const struct quant_format *quantized_format(const struct quantization *quantization);
 /* Whether the matrix `name` ("….weight") is stored as codes; others of the folder are floats. */
 bool quantized_has(const struct quantization *quantization, const struct safetensors *folder, const char *name);
 /* The matrix `name` of exactly [rows, cols]. gathers: the caller can make use of an order. KVG_FILE names the tensor that is

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the logit goldens: what `transformers` computes in f32 on a GGUF file's dequantized weights.
 
-    python tests/golden/make_logits.py logits build/models/MODEL.gguf tests/golden/logits_NAME.npz TEXT...
+    python tests/golden/make_logits.py logits build/models/MODEL.gguf tests/golden/logits_NAME.npz [--sizes SEQUENCES,LENGTH,POSITIONS] TEXT...
     python tests/golden/make_logits.py greedy build/models/MODEL.gguf tests/golden/greedy_NAME.json
 
 needs torch, transformers and gguf. `logits` takes SEQUENCES sequences of LENGTH tokens from the texts and keeps, at the POSITIONS
@@ -90,6 +90,10 @@ def make_greedy(model_path, out, n=24):
 
 
 if __name__ == "__main__":
+    if "--sizes" in sys.argv:
+        at = sys.argv.index("--sizes")
+        SEQUENCES, LENGTH, POSITIONS = map(int, sys.argv[at + 1].split(","))
+        del sys.argv[at:at + 2]
     if sys.argv[1] == "logits":
         make_logits(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:

@@ -208,3 +208,22 @@ def test_what_kvgate_quantize_writes_loads_and_is_near_its_source(form, most, tm
     assert done.returncode == 0, done.stderr
     assert 0 < np.abs(got - want).mean() < most * want.std(), (np.abs(got - want).mean(), want.std())
     assert json.load(open(tmp_path / form / "config.json"))["quantization_config"]
+
+
+# Bytes of a weight in the layers of each scheme.
+BYTES = {"gptq": 18 / 32, "gptq asymmetric": 20 / 32, "awq": 20 / 32, "w4a16": 18 / 32, "w8a8": 34 / 32, None: 4}
+
+
+@pytest.mark.parametrize("scheme", BYTES)
+def test_a_plan_counts_the_bytes_of_a_folder_in_memory(scheme, tmp_path):
+    weights = qf.quantize(tensors(), scheme)[0] if scheme else tensors()
+    folder = make(tmp_path / "model", weights, qf.SCHEMES[scheme][0] if scheme else None)
+    done = subprocess.run([f"{BUILD}/kvgate-worker", "--plan", "--json", "--model", str(folder), "--memory", "1G", "--in", "200", "--out", "50", "--plan-bandwidth", "40G", "--plan-compute", "500G"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    out, ends = json.loads(done.stdout), weights["model.embed_tokens.weight"].size
+    layers = LAYERS * (2 * (HEADS + KV) * DIM * HIDDEN + 3 * HIDDEN * FFN)
+    assert out["weights"] == layers + ends
+    assert out["step_bytes"] == layers * BYTES[scheme] + 4 * ends
+    assert out["weight_bytes"] == out["step_bytes"] + 4 * ends
+    assert out["block_bytes"] == LAYERS * KV * DIM * 2 * 2 * 32
