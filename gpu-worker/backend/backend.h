@@ -122,7 +122,8 @@ struct backend_ops {
     void (*describe)(const struct backend *backend, char *out, size_t size);
     void (*close)(struct backend *backend);
 
-    /* Life cycle, before the first step. Tensors belong to the backend and live until close. */
+    /* Life cycle, before the first step. Tensors belong to the backend and live until close. KVG_FILE names the first row of a
+     * WEIGHT_MATMUL that holds an infinity or NaN. */
     int (*weight)(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
                   struct kvg_error *err);
     int (*activation)(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err);

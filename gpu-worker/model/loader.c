@@ -444,6 +444,18 @@ static int quantized_tensor(struct loader *loader, struct tensor **out, const ch
     return failed;
 }
 
+/* Infinities and NaN: where the backend looks for none, as in matrices that it packs (a tied embedding is one of them). */
+static int check_values(const struct loader *loader, const struct source *source, const char *name, uint32_t rows, uint32_t cols,
+                        struct kvg_error *err)
+{
+    size_t row_bytes = quant_row_bytes(source->format, cols);
+    for (uint32_t row = 0; row < rows; row++)
+        if (!quant_row_finite(source->format, source->data + row * row_bytes, cols))
+            return kvg_fail(err, KVG_FILE, "tensor %s: row %u holds an infinity or NaN", name, row);
+    release(loader, source); /* what is needed of it comes back by itself */
+    return 0;
+}
+
 int loader_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                   enum backend_weight_use use, enum loader_need need, struct kvg_error *err)
 {
@@ -463,6 +475,8 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
     if (!find_source(loader, name, &source))
         return need == LOADER_OPTIONAL ? 0 : kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
     int failed = check_source(&source, name, rows, cols, err);
+    if (!failed && (use == WEIGHT_VECTOR || (use == WEIGHT_EMBEDDING && loader_has_output(loader))))
+        failed = check_values(loader, &source, name, rows, cols, err);
     if (failed)
         return failed;
     struct backend_weight weight = {.format = source.format, .data = source.data, .rows = rows, .cols = cols};

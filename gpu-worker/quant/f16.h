@@ -3,6 +3,12 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Neither infinity nor NaN. */
+static inline int f16_finite(uint16_t h)
+{
+    return (h & 0x7c00) != 0x7c00;
+}
+
 static inline float bits_f32(uint32_t bits)
 {
     float f;

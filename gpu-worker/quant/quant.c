@@ -31,6 +31,38 @@ void quant_unpack(const struct quant_format *format, const void *row, size_t g, 
     format->unpack((const uint8_t *)row + g / per_block * format->block_bytes, (uint32_t)(g % per_block), out);
 }
 
+int quant_group_finite(const struct quant_group *group)
+{
+    return f16_finite(group->d) && f16_finite(group->m);
+}
+
+static int floats_finite(const struct quant_format *format, const uint8_t *row, size_t n)
+{
+    enum { STRETCH = 256 };
+    float x[STRETCH];
+    uint32_t bad = 0;
+    for (size_t at = 0; at < n; at += STRETCH) {
+        size_t m = n - at < STRETCH ? n - at : STRETCH;
+        format->decode(row + at * format->block_bytes, x, m);
+        for (size_t i = 0; i < m; i++)
+            bad |= (f32_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    }
+    return !bad;
+}
+
+int quant_row_finite(const struct quant_format *format, const void *row, size_t n)
+{
+    if (format->scales == QUANT_FLOAT)
+        return floats_finite(format, row, n);
+    struct quant_group group;
+    for (size_t g = 0; g < n / QUANT_GROUP; g += format->block_values / QUANT_GROUP) {
+        quant_unpack(format, row, g, &group); /* a block's groups share its scales */
+        if (!quant_group_finite(&group))
+            return 0;
+    }
+    return 1;
+}
+
 static void decode_group(const struct quant_format *format, const struct quant_group *group, float *dst)
 {
     float d = f16_to_f32(group->d), m = f16_to_f32(group->m);

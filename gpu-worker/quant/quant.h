@@ -49,6 +49,10 @@ const struct quant_format *quant_at(size_t i);
 size_t quant_row_bytes(const struct quant_format *format, size_t n);
 /* Group g of a row. */
 void quant_unpack(const struct quant_format *format, const void *row, size_t g, struct quant_group *out);
+/* Whether the scales of a group are numbers, so that its weights are. */
+int quant_group_finite(const struct quant_group *group);
+/* Whether all n values of a row are numbers; n a whole number of blocks. */
+int quant_row_finite(const struct quant_format *format, const void *row, size_t n);
 /* dst[0..n) = the n values of a row in f32; n a whole number of blocks. Sets the meaning of every format: products and sums are
  * taken in f32 in the order written above. */
 void quant_decode(const struct quant_format *format, const void *row, float *dst, size_t n);

@@ -10,6 +10,7 @@ usage: hostile_gguf.py FOLDER    writes each as FOLDER/{refused,loading}/NAME.gg
 """
 import dataclasses
 import json
+import math
 import os
 import struct
 import sys
@@ -138,11 +139,41 @@ def geometry():
     yield refuse("norm-long", ("blk.0.attn_norm.weight",), edit=lengthen_norm)
 
 
+def values():
+    """Whole files with one number in them that is none."""
+    scale_at = {"Q6_K": 208}  # of a block; elsewhere 0, and the minimum's right behind
+    shape = Shape(hidden=256, ffn=256, layers=1, rows=300)
+
+    def put(tensor, row, at, number):
+        def edit(tensors):
+            for t in tensors:
+                if t.name == tensor:
+                    start = row * (len(t.data) // t.dims[-1]) + at
+                    t.data = t.data[:start] + number + t.data[start + len(number):]
+            return tensors
+        return edit
+
+    def refuse(name, tensor, row, at, number, **options):
+        return Case(name, model(shape=shape, edit=put(tensor, row, at, number), **options), (tensor, f"row {row} "), "model")
+
+    infinity, nan = struct.pack("<e", math.inf), struct.pack("<e", math.nan)
+    for types, (_, group, size) in toy_model.TYPES.items():
+        at = scale_at.get(types, 0) + (256 // group - 1) * size  # in the row's last block
+        number = {"F32": b"\0\0\x80\xff", "BF16": b"\xc0\x7f"}.get(types, nan)
+        yield refuse(f"nan-{types}", "blk.0.ffn_down.weight", 77, at, number, types=types)
+        if types in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+            yield refuse(f"infinite-minimum-{types}", "blk.0.attn_q.weight", 40, at + 2, infinity, types=types)
+    yield refuse("nan-embedding", "token_embd.weight", 299, 0, nan, types="Q8_0")
+    yield refuse("nan-output", "output.weight", 0, 34, infinity, types="Q8_0")
+    yield refuse("nan-norm", "output_norm.weight", 0, 16, b"\0\0\xc0\x7f")
+
+
 def refused():
     yield from sizes()
     yield from kinds()
     yield from metadata()
     yield from geometry()
+    yield from values()
 
 
 def loading():

@@ -1,5 +1,6 @@
 /* Memory, tensors and scratch: what the CPU backend allocates, all before the first step. */
 #include "gpu-worker/backend/cpu/cpu.h"
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -93,13 +94,17 @@ int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, 
 struct pack_job {
     const struct panels *panels;
     const struct backend_weight *weight;
+    _Atomic uint32_t not_finite; /* the first such row so far; weight->rows: none */
 };
 
 static void pack_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     struct pack_job *job = arg;
-    for (uint32_t p = first; p < end; p++)
-        panels_pack(job->panels, job->weight->format, job->weight->data, p);
+    for (uint32_t p = first; p < end; p++) {
+        uint32_t row = panels_pack(job->panels, job->weight->format, job->weight->data, p), known = job->not_finite;
+        while (row < known && !atomic_compare_exchange_weak(&job->not_finite, &known, row))
+            continue;
+    }
 }
 
 static void free_int16_acts(struct acts *a)
@@ -221,8 +226,10 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
     panels->data = arena_alloc(cpu, panels->n_panels * panels->panel_bytes);
     if (!panels->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
-    struct pack_job job = {panels, weight};
+    struct pack_job job = {panels, weight, weight->rows};
     thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
+    if (job.not_finite < weight->rows)
+        return kvg_fail(err, KVG_FILE, "row %u holds an infinity or NaN", job.not_finite);
     if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, panels, err) != 0)
         return err ? err->code : KVG_NOMEM;
     if (weight->format->scales != QUANT_FLOAT)

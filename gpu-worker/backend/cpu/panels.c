@@ -125,8 +125,8 @@ static void int16_scales(const struct quant_format *format, const struct quant_g
     }
 }
 
-/* A row with a scale that is not finite becomes NaN, as its products would be. */
-static void pack_int16_row(const struct panels *panels, const struct quant_format *format, const uint8_t *row, uint32_t r,
+/* False: a scale is not finite, and the row's codes are left out. */
+static bool pack_int16_row(const struct panels *panels, const struct quant_format *format, const uint8_t *row, uint32_t r,
                            uint8_t *panel)
 {
     bool minimum = panels->kind == PANEL_INT16_MIN_4;
@@ -140,46 +140,56 @@ static void pack_int16_row(const struct panels *panels, const struct quant_forma
         most = low > most || isnan(low) ? low : most;
         most = high > most || isnan(high) ? high : most;
     }
-    bool finite = most < INFINITY;
-    float unit = finite ? most / INT16_WEIGHT : NAN;
+    if (!(most < INFINITY))
+        return false;
+    float unit = most / INT16_WEIGHT;
     memcpy(panel + r * sizeof unit, &unit, sizeof unit);
     for (size_t b = 0; b < groups; b++) {
         uint8_t *cell = panel + 2 * LINE + b * cell_bytes;
         quant_unpack(format, row, b, &group);
         int16_scales(format, &group, &scale, &least);
-        int16_t s = finite && unit > 0 ? (int16_t)rintf(scale / unit) : 0,
-                c = finite && unit > 0 ? (int16_t)rintf(least / unit) : 0;
+        int16_t s = unit > 0 ? (int16_t)rintf(scale / unit) : 0, c = unit > 0 ? (int16_t)rintf(least / unit) : 0;
         memcpy(cell + 2 * r, &s, 2);
         if (minimum)
             memcpy(cell + LINE + 2 * r, &c, 2);
         pack_codes(4, group.q, r % 16, cell + head + r / 16 * panel_half_bytes(4));
     }
+    return true;
 }
 
-void panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p)
+/* False: a scale is not finite. */
+static bool pack_row(const struct panels *panels, const struct quant_format *format, const uint8_t *row, uint32_t r,
+                     uint8_t *panel)
+{
+    struct quant_group group;
+    bool finite = true;
+    for (size_t b = 0; b < panels->cols / QUANT_GROUP; b++) {
+        uint8_t *cell = panel + panel_cell_offset(panels->bits, panels->scales, b);
+        quant_unpack(format, row, b, &group);
+        finite &= quant_group_finite(&group);
+        pack_scales(panels, &group, b % QUANT_SUPER_GROUPS == 0, r, cell);
+        pack_codes(panels->bits, group.q, r % 16,
+                   cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
+    }
+    return finite;
+}
+
+uint32_t panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p)
 {
     uint8_t *panel = panels->data + (size_t)p * panels->panel_bytes;
     uint32_t first = p * PANEL_ROWS, n = panels->rows - first < PANEL_ROWS ? panels->rows - first : PANEL_ROWS;
+    size_t row_bytes = quant_row_bytes(format, panels->cols);
 
     memset(panel, 0, panels->panel_bytes);
-    if (panels->scales == QUANT_FLOAT) {
+    if (panels->scales == QUANT_FLOAT)
         pack_float(panels, format->block_bytes, file_rows, first, n, panel);
-        return;
-    }
-    size_t row_bytes = quant_row_bytes(format, panels->cols);
     for (uint32_t r = 0; r < n; r++) {
         const uint8_t *row = (const uint8_t *)file_rows + (first + r) * row_bytes;
-        if (panels_int16(panels)) {
-            pack_int16_row(panels, format, row, r, panel);
-            continue;
-        }
-        for (size_t b = 0; b < panels->cols / QUANT_GROUP; b++) {
-            struct quant_group group;
-            uint8_t *cell = panel + panel_cell_offset(panels->bits, panels->scales, b);
-            quant_unpack(format, row, b, &group);
-            pack_scales(panels, &group, b % QUANT_SUPER_GROUPS == 0, r, cell);
-            pack_codes(panels->bits, group.q, r % 16,
-                       cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
-        }
+        bool finite = panels->scales == QUANT_FLOAT ? quant_row_finite(format, row, panels->cols)
+                      : panels_int16(panels)        ? pack_int16_row(panels, format, row, r, panel)
+                                                    : pack_row(panels, format, row, r, panel);
+        if (!finite)
+            return first + r;
     }
+    return panels->rows;
 }

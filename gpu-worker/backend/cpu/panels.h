@@ -108,8 +108,9 @@ static inline bool panels_int16(const struct panels *panels)
 
 /* False if no panel layout fits the format. int16: that arithmetic where it covers the format. Sets everything but data. */
 bool panels_layout(struct panels *panels, const struct quant_format *format, bool int16, uint32_t rows, uint32_t cols);
-/* Fills panel p from the file's rows. */
-void panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p);
+/* Fills panel p from the file's rows. Returns the first of them with a scale, or a weight that is a float, which is infinite or
+ * NaN; panels->rows where there is none. */
+uint32_t panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p);
 
 struct acts {
     uint32_t rows, cols;

@@ -84,7 +84,8 @@ static void pack_scales(const struct quant_group *group, enum quant_scales scale
         memcpy(super + 2, &group->m, 2);
 }
 
-static void pack_quant(const struct repacked *out, const struct backend_weight *weight)
+/* Returns the first row that is not finite, or all rows. */
+static uint32_t pack_quant(const struct repacked *out, const struct backend_weight *weight)
 {
     const struct quant_format *format = weight->format;
     const struct matrix *m = &out->matrix;
@@ -92,22 +93,29 @@ static void pack_quant(const struct repacked *out, const struct backend_weight *
     uint32_t bits = format->bits, high = high_bytes(bits), scale = scale_bytes(format->scales),
              super = super_bytes(format->scales);
     struct quant_group group;
-    for (size_t row = 0; row < weight->rows; row++) {
+    for (uint32_t row = 0; row < weight->rows; row++) {
         for (size_t g = 0; g < groups; g++) {
             size_t at = row * groups + g;
             quant_unpack(format, (const uint8_t *)weight->data + row * row_bytes, g, &group);
+            if (!quant_group_finite(&group))
+                return row;
             pack_codes(&group, bits, out->data + (size_t)m->codes + at * 16, out->data + (size_t)m->high + at * high);
             pack_scales(&group, format->scales, out->data + (size_t)m->scales + at * scale,
                         out->data + (size_t)m->supers + (row * (groups / QUANT_SUPER_GROUPS) + g / QUANT_SUPER_GROUPS) * super);
         }
     }
+    return weight->rows;
 }
 
-static void pack_floats(const struct repacked *out, const struct backend_weight *weight)
+static uint32_t pack_floats(const struct repacked *out, const struct backend_weight *weight)
 {
     size_t from = (size_t)weight->cols * weight->format->block_bytes, to = (size_t)out->matrix.ld * weight->format->block_bytes;
-    for (size_t row = 0; row < weight->rows; row++)
+    for (uint32_t row = 0; row < weight->rows; row++) {
+        if (!quant_row_finite(weight->format, (const uint8_t *)weight->data + row * from, weight->cols))
+            return row;
         memcpy(out->data + row * to, (const uint8_t *)weight->data + row * from, from);
+    }
+    return weight->rows;
 }
 
 int repack(struct repacked *out, const struct backend_weight *weight, struct kvg_error *err)
@@ -139,6 +147,9 @@ int repack(struct repacked *out, const struct backend_weight *weight, struct kvg
     if (!out->data)
         return kvg_fail(err, KVG_NOMEM, "no memory to repack %u x %u %s weights (%zu bytes)", weight->rows, weight->cols,
                         format->name, bytes);
-    (format->scales == QUANT_FLOAT ? pack_floats : pack_quant)(out, weight);
-    return 0;
+    uint32_t row = (format->scales == QUANT_FLOAT ? pack_floats : pack_quant)(out, weight);
+    if (row == weight->rows)
+        return 0;
+    free(out->data);
+    return kvg_fail(err, KVG_FILE, "row %u holds an infinity or NaN", row);
 }
