@@ -111,9 +111,10 @@ static void *worker_main(void *arg)
     free(arg);
     for (;;) {
         wait_for_epoch(start.pool, seen);
+        /* In this order: who has seen the epoch of the end sees the end, too, and never waits for another. */
+        seen = atomic_load_explicit(&start.pool->epoch, memory_order_acquire);
         if (atomic_load_explicit(&start.pool->stopping, memory_order_acquire))
             return NULL;
-        seen = atomic_load_explicit(&start.pool->epoch, memory_order_acquire);
         run_items(start.pool, start.index);
     }
 }

@@ -85,6 +85,23 @@ static void test_loops_run_after_the_workers_have_gone_to_sleep(void **unused)
     thread_pool_close(pool);
 }
 
+static void do_nothing(void *arg, uint32_t thread, uint32_t first, uint32_t end) {}
+
+/* A worker that has just seen the last loop may meet the end of the pool at any point of its way. */
+static void test_a_pool_closes_right_behind_a_loop(void **unused)
+{
+    alarm(600); /* a worker that sleeps through it would be waited for without end */
+    for (uint32_t i = 0; i < 2000; i++) {
+        struct thread_pool *pool = thread_pool_open(8);
+        usleep(20); /* until they wait */
+        thread_pool_for(pool, 2, 1, do_nothing, NULL);
+        for (volatile uint32_t spin = 0; spin < i % 200; spin++)
+            ;
+        thread_pool_close(pool);
+    }
+    alarm(0);
+}
+
 static double cpu_seconds(void)
 {
     struct timespec t;
@@ -155,6 +172,7 @@ int main(void)
         cmocka_unit_test(test_every_item_runs_once),
         cmocka_unit_test(test_loops_follow_each_other_without_mixing),
         cmocka_unit_test(test_loops_run_after_the_workers_have_gone_to_sleep),
+        cmocka_unit_test(test_a_pool_closes_right_behind_a_loop),
         cmocka_unit_test(test_an_idle_pool_uses_no_cpu),
         cmocka_unit_test(test_a_busy_neighbour_does_not_hold_up_every_loop),
     };
