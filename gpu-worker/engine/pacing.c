@@ -4,7 +4,6 @@
 
 enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16 };
 static const double alone = 0.5, beside_streams = 0.02, beside_few = 0.25; /* seconds */
-                                                                           /* seconds */
 static const double decode_steps = 2.5, a_prompt_more = 2;                 /* streams that one more prompt outweighs */
 static const double memory = 0.98, ridge = 1e-3, least_own_share = 0.2;
 
