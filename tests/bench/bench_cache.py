@@ -53,7 +53,7 @@ def main():
     table.arguments(__doc__)
     with Redis() as redis:
         workers = [Worker("--max-model-len", "4096", redis=redis, worker_id=f"w{n}", kv_cache_memory="512M").start() for n in (1, 2)]
-        gateway = Gateway(redis=redis, servers=[w.gateway_addr for w in workers]).start()
+        gateway = Gateway(redis=redis, servers=[w.gateway_addr for w in workers], redis_timeout="100ms").start()
         try:
             for n in (1, 2):
                 wait_until(lambda: redis.cli("exists", f"kvgate:{{smollm2}}:w:w{n}") == "1", what="workers in Redis")

@@ -191,7 +191,7 @@ def main():
         location /leave/ {{ kvgate "on"; proxy_pass http://leave; proxy_buffering off; }}
         location /plain-leave/ {{ proxy_pass http://{leave.addr}; proxy_buffering off; }}"""
         upstreams = f"upstream plain {{ server {worker.addr}; keepalive 64; }} upstream leave {{ server {leave.addr}; }}"
-        gateway = Gateway(redis, servers=[worker.addr], server=locations, http=upstreams).start()
+        gateway = Gateway(redis, servers=[worker.addr], server=locations, http=upstreams, redis_timeout="100ms").start()
         fleet = FakeWorker("w1")
         try:
             fleet.register(redis, gateway.status()["models"][0]["fingerprint"], addr=worker.addr)

@@ -106,15 +106,12 @@ def test_a_stopped_redis_costs_few_requests_their_timeout(fleet):
     before = fleet.gateway.status()["reasons"]
     os.kill(fleet.redis.pid, signal.SIGSTOP)
     try:
-        times = []
         for _ in range(30):
-            start = time.monotonic()
             assert fleet.post().status_code == 200
-            times.append(time.monotonic() - start)
-        slow = sum(t > 0.1 for t in times)  # kvgate_redis_timeout of the shipped conf
-        after = fleet.gateway.status()["reasons"]
-        lost = sum(after[k] - before[k] for k in ("redis_timeout", "redis_down"))
-        assert lost == 30 and slow < 15
+        status = fleet.gateway.status()
+        waited = [d for d in status["models"][0]["decisions"][:30] if d["lookup_us"] >= 500_000]  # of a kvgate_redis_timeout of 1 s
+        lost = sum(status["reasons"][k] - before[k] for k in ("redis_timeout", "redis_down"))
+        assert lost == 30 and 1 <= len(waited) <= 4  # three, and one that the end of the silent connection cut short
     finally:
         os.kill(fleet.redis.pid, signal.SIGCONT)
     wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] in ROUTED, 15, "Redis used again")

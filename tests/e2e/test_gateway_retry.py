@@ -13,7 +13,18 @@ from stack import wait_until
 
 @pytest.fixture(scope="module")
 def fleet():
-    with Fleet(2, edits=[(r"proxy_read_timeout 600s", "proxy_read_timeout 1s")]) as fleet:
+    quick = """
+        location /impatient/ {
+            kvgate on;
+            error_page 504 @error;
+            proxy_pass http://workers/;
+            proxy_http_version 1.1;
+            proxy_buffering off;
+            proxy_next_upstream error timeout http_503 non_idempotent;
+            proxy_read_timeout 1s;
+        }
+    """
+    with Fleet(2, server=quick) as fleet:
         yield fleet
 
 
@@ -75,7 +86,7 @@ def test_a_workers_error_reaches_the_client_unchanged(fleet, status):
 
 def test_a_silent_worker_is_504_and_one_execution(fleet):
     both(fleet, "silent")
-    reply = fleet.post()
+    reply = fleet.post(path="/impatient/v1/chat/completions")
     assert reply.status_code == 504 and reply.json()["error"]["code"] == "gateway_timeout"
     assert len(fleet.requests) == 1
 
@@ -320,7 +331,7 @@ def test_a_silent_stream_ends_with_an_error_frame(fleet):
     for worker in fleet.workers:
         worker.interval = 3.0  # over proxy_read_timeout
     try:
-        reply = fleet.post(stream=True)
+        reply = fleet.post(path="/impatient/v1/chat/completions", stream=True)
         assert reply.status_code == 200 and json.loads(events(reply.text)[-1])["error"]["type"] == "server_error"
     finally:
         for worker in fleet.workers:

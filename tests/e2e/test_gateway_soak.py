@@ -64,7 +64,7 @@ class Soak:
         self.workers = [Worker("--max-num-seqs", "8", redis=self.redis, worker_id=f"w{i}", kv_cache_memory="32M").start() for i in (1, 2)]
         self.fake = FakeWorker("fake").start()
         self.gateway = Gateway(self.redis, servers=[w.gateway_addr for w in self.workers], edits=[("worker_processes 1", "worker_processes 2")],
-                               location="kvgate_limit key=$http_x_key requests=100000/s;").start()
+                               location="kvgate_limit key=$http_x_key requests=100000/s;", redis_timeout="100ms").start()
         self.fake.register(self.redis, self.gateway.status()["models"][0]["fingerprint"])
         self.ends, self.served, self.done = [], {}, collections.Counter()
 

@@ -29,7 +29,7 @@ class Stack:
         self.redis.start()
         for worker_id in ("w1", "w2"):
             self.start_worker(worker_id)
-        self.gateway = Gateway(redis=self.redis, servers=[w.gateway_addr for w in self.workers.values()])
+        self.gateway = Gateway(redis=self.redis, servers=[w.gateway_addr for w in self.workers.values()], redis_timeout="100ms")
         self.gateway.start()
         return self
 

@@ -24,12 +24,13 @@ WORDS = "hello world, " * 40  # some whole blocks, so that its worker is not dra
 
 class Gateway(Process):
     """servers: addresses for the upstream's server lines. location, server, http, upstream, main: configuration added to the
-    shipped one at that level. edits: (regex, replacement) pairs applied to the text, each of which must match."""
+    shipped one at that level. edits: (regex, replacement) pairs applied to the text, each of which must match. redis_timeout is longer
+    than the shipped one: on a machine that does something else beside, an answer of Redis shall not be too late by chance."""
 
     name = "nginx"
 
     def __init__(self, redis=None, servers=(), model=SMOLLM2, served="smollm2", main="", http="", upstream="", server="", location="",
-                 edits=(), redis_url=None, log_level="notice"):
+                 edits=(), redis_url=None, log_level="notice", redis_timeout="1s"):
         super().__init__()
         os.chmod(self.dir, 0o755)
         self.port = free_port()
@@ -38,7 +39,7 @@ class Gateway(Process):
         self.body_dir = os.path.join(self.dir, "body")
         self.servers = servers
         self.added = {"main": main, "http": http, "upstream": upstream, "server": server, "location": location}
-        self.edits = edits
+        self.edits, self.redis_timeout = edits, redis_timeout
         self.model, self.served, self.log_level = model, served, log_level
         self.expected = []
         self.write()
@@ -57,6 +58,7 @@ class Gateway(Process):
                     (r"kvgate_model smollm2 \S+", f"kvgate_model {self.served} {self.model}"),
                     (r"client_body_temp_path \S+;", f"client_body_temp_path {self.body_dir};\n{self.added['http']}"),
                     (r"redis://127\.0\.0\.1:6380", self.redis_url),
+                    (r"kvgate_redis_timeout 100ms;", f"kvgate_redis_timeout {self.redis_timeout};"),
                     (r"(?m)(^ *server 127\.0\.0\.1:\d+ max_fails=0;\n)+", lines),
                     (r"kvgate_balance;", f"kvgate_balance;\n{self.added['upstream']}"),
                     (r"kvgate on;", f"kvgate on;\n{self.added['location']}")]
