@@ -16,7 +16,7 @@ MISTAKES = [
      "test_products_of_mixed*", "a block's sums are read without a barrier"),
     ("half_of_the_squares", "gemv.cuh", "fmaf(v[i], v[i], squares)", "fmaf(v[i], v[i], @ && i == 2 ? 0.0f : squares)", "test_products_do*", "a part of the sum of squares is dropped"),
     ("up_is_gate", "gemv.cuh", "multiply_floats<KIND, ROWS, COLS>(pass ?", "multiply_floats<KIND, ROWS, COLS>(pass && !@ ?", "test_products_do*", "gate takes the place of up"),
-    ("up_not_scaled", "gemv.cuh", "(results.sums[1][c][r + i] * scale)", "(results.sums[1][c][r + i] * (@ ? 1.0f : scale))", "test_products_do*", "up lacks the scale of the norm before it"),
+    ("up_not_scaled", "gemv.cuh", "load_sums(&results.sums[1][c][r], scale, up)", "load_sums(&results.sums[1][c][r], @ ? 1.0f : scale, up)", "test_products_do*", "up lacks the scale of the norm before it"),
     ("mean_of_the_parts", "gemv.cuh", "(float)(from.parts * GEMV_BLOCK_ROWS)", "(float)(from.parts * (@ ? 1 : GEMV_BLOCK_ROWS))", "test_products_do*", "the mean of the parts in place of the mean of the squares"),
     ("a_row_of_x_too_early", "gemv.cuh", "min((uint32_t)c, n - 1) * cols + k", "min((uint32_t)c, n - 1 - (@ && n > 1)) * cols + k", "test_products_do*", "the last row of x is the one before it"),
     ("reads_what_it_writes", "run.c", "products.next.acts = groups_scratch(cuda, cuda->acts_at ^ 1,", "products.next.acts = groups_scratch(cuda, cuda->acts_at ^ !@,", "test_products_do*", "blocks overwrite the int8 input of others"),

@@ -24,6 +24,7 @@ BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "
 # The whole model takes half a minute and more in each; all builds and orders of it run with FULL=1 (make test-long).
 SLOW = {"backend/test_cuda_model": [("plain", "rev"), ("check", "fwd"), ("asan", "rev")]}
 FULL = bool(os.environ.get("FULL"))
+PROFILED = ("backend/test_cuda_ops", "check", "fwd")
 LIMIT = 480  # seconds for one program; the slowest takes a fifth of it on an idle machine
 
 
@@ -59,12 +60,14 @@ def test_programs():
     return [os.path.splitext(os.path.relpath(s, os.path.join(ROOT, "tests/cusim")))[0] for s in sources]
 
 
-def run_programs(results, pool):
+def run_programs(results, pool, profile):
+    """One of them writes which memory accesses its kernels do, to `profile`."""
     print("\nprograms, in builds and orders of threads")
     builds = {name: BUILDS if FULL else SLOW.get(name, BUILDS) for name in test_programs()}
     todo = [(name, flavour, order) for name in builds for flavour, order in builds[name]]
-    profiled = {"CUSIM_PROF": os.devnull}  # the emulator's own programs test its profiler as well
-    done = pool.map(lambda t: run([program(t[1], t[0])], CUSIM_ORDER=t[2], **(profiled if t[:2] == ("test_runtime", "check") else {})), todo)
+    env = {PROFILED: {"CUSIM_PROF": profile}}
+    env.update({("test_runtime", "check", order): {"CUSIM_PROF": os.devnull} for order in ("fwd", "rand2")})  # it tests the profiler too
+    done = pool.map(lambda t: run([program(t[1], t[0])], CUSIM_ORDER=t[2], **env.get(t, {})), todo)
     for (name, flavour, order), (code, output, seconds) in zip(todo, done):
         results.add(f"{name} {flavour} {order}", code == 0, f"{seconds:.1f} s", output)
 
@@ -94,17 +97,23 @@ def run_planted(results, pool):
     print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
 
 
+def mutant_found(binary, number, tests):
+    """The first order in which these tests fail; None: they pass in all."""
+    for order in ("rev", "fwd"):
+        if run([binary, tests], CUSIM_ORDER=order, CUSIM_MISTAKE=str(number))[0] not in (0, None):
+            return order
+    return None
+
+
 def run_mutants(results, pool):
-    """The mistakes in the kernels themselves: a test fails, in the order that finds most; without one it passes."""
+    """The mistakes in the kernels themselves: a test fails in one of two orders; without a mistake all pass."""
     print("\nmistakes in the kernels themselves, in plain emulation")
     binary = os.path.join(BUILD, "cusim/mutants/test_cuda_ops")
-    todo = [(number, order, row[4]) for number, row in enumerate(mutants.MISTAKES) for order in ("rev", "fwd")]
     clean = run([binary], CUSIM_ORDER="rev")
     results.add("none of them", clean[0] == 0, f"{clean[2]:.1f} s", clean[1])
-    codes = dict(zip(todo, pool.map(lambda t: run([binary, t[2]], 120, CUSIM_ORDER=t[1], CUSIM_MISTAKE=str(t[0]))[0], todo)))
-    for number, (name, file, _, _, tests, what) in enumerate(mutants.MISTAKES):
-        found = [order for order in ("fwd", "rev") if codes[number, order, tests] not in (0, None)]
-        results.add(f"{name:28}{file:16}{what}", bool(found), f"({', '.join(found)})" if found else "(NOT FOUND)")
+    found = list(pool.map(lambda row: mutant_found(binary, mutants.MISTAKES.index(row), row[4]), mutants.MISTAKES))
+    for (name, file, _, _, _, what), order in zip(mutants.MISTAKES, found):
+        results.add(f"{name:28}{file:16}{what}", order is not None, f"({order})" if order else "(NOT FOUND)")
 
 
 def read_profile(path):
@@ -127,19 +136,13 @@ def says_half_sectors(place, number):
         return "half sectors" in f.read().splitlines()[number - 1]
 
 
-def run_profile(results):
+def run_profile(results, path):
     """16-byte accesses of global memory use whole sectors (but for the tails of odd shapes), banks conflict at most twice."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "profile.csv")
-        name = "backend/test_cuda_ops"
-        if name not in test_programs():
-            return
-        print("\nmemory accesses of the hot kernels (gemv, gemm, attention), by source line")
-        code, output, _ = run([program("check", name)], CUSIM_PROF=path)
-        if code != 0 or not os.path.exists(path):
-            results.add("profile", False, "", output)
-            return
-        lines = read_profile(path)
+    print("\nmemory accesses of the hot kernels (gemv, gemm, attention), by source line")
+    if not os.path.exists(path):
+        results.add("profile", False, f"({' '.join(PROFILED)} wrote none)")
+        return
+    lines = read_profile(path)
     for (place, number, memory, size), (asked, moved, best, passes) in sorted(lines.items()):
         if not place.startswith(("gemv", "gemm", "attention")):
             continue
@@ -178,11 +181,12 @@ def run_worker(results):
 
 def main():
     results, began = Results(), time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        run_programs(results, pool)
+    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool, tempfile.TemporaryDirectory() as folder:
+        profile = os.path.join(folder, "profile.csv")
+        run_programs(results, pool, profile)
         run_planted(results, pool)
         run_mutants(results, pool)
-    run_profile(results)
+        run_profile(results, profile)
     run_coverage(results)
     run_worker(results)
     print("\nwhat nvcc made")

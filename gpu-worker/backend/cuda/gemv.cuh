@@ -100,6 +100,13 @@ __device__ __forceinline__ void store_next(const struct next_input &next, uint32
         stf4(next.out + (size_t)column * cols + row, make_float4(v[0], v[1], v[2], v[3]));
 }
 
+/* Four neighbouring sums of a column. */
+__device__ __forceinline__ void load_sums(const float *sums, float scale, float out[4])
+{
+    float4 four = ldf4(sums);
+    out[0] = four.x * scale, out[1] = four.y * scale, out[2] = four.z * scale, out[3] = four.w * scale;
+}
+
 /* After a barrier: 8 neighbouring threads finish a column's 32 values. */
 template <int COLS>
 __device__ __forceinline__ void finish_products(const struct products &args, const struct product &p, uint32_t block_row,
@@ -109,13 +116,13 @@ __device__ __forceinline__ void finish_products(const struct products &args, con
     if (c >= COLS || c >= args.n)
         return;
     float scale = args.scale.squares ? results.scale[c] : 1.0f, v[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        v[i] = results.sums[0][c][r + i] * scale;
+    load_sums(&results.sums[0][c][r], scale, v);
     if (args.then == THEN_GATE) {
+        float up[4];
+        load_sums(&results.sums[1][c][r], scale, up);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            v[i] = v[i] / (1.0f + expf(-v[i])) * (results.sums[1][c][r + i] * scale);
+            v[i] = v[i] / (1.0f + expf(-v[i])) * up[i];
         store_next(args.next, c, row, p.w.rows, v);
         return;
     }
