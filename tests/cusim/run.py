@@ -21,8 +21,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 BUILD = os.environ.get("B", "build")
 ORDERS = ["fwd", "rev", "rand1"]
 BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "rand2"), ("asan", "rev")]
-# The whole model takes half a minute and more in each; all builds and orders of it run with FULL=1 (make test-long).
-SLOW = {"backend/test_cuda_model": [("plain", "rev"), ("check", "fwd"), ("asan", "rev")]}
+# The whole model takes half a minute in the plain build and ten times as long in the CHECK build: a part of it in the slow builds, by
+# the names of tests, and all of it in all builds and orders with FULL=1 (make test-long).
+SLOW = {"backend/test_cuda_model": [("plain", "rev"), ("check", "fwd", "test_logits_of_q4_k*"), ("asan", "rev", "test_logits_of_q8_0*")]}
 FULL = bool(os.environ.get("FULL"))
 PROFILED = ("backend/test_cuda_ops", "check", "fwd")
 LIMIT = 480  # seconds for one program; the slowest takes a fifth of it on an idle machine
@@ -64,12 +65,12 @@ def run_programs(results, pool, profile):
     """One of them writes which memory accesses its kernels do, to `profile`."""
     print("\nprograms, in builds and orders of threads")
     builds = {name: BUILDS if FULL else SLOW.get(name, BUILDS) for name in test_programs()}
-    todo = [(name, flavour, order) for name in builds for flavour, order in builds[name]]
+    todo = [(name, *build) for name in builds for build in builds[name]]
     env = {PROFILED: {"CUSIM_PROF": profile}}
     env.update({("test_runtime", "check", order): {"CUSIM_PROF": os.devnull} for order in ("fwd", "rand2")})  # it tests the profiler too
-    done = pool.map(lambda t: run([program(t[1], t[0])], CUSIM_ORDER=t[2], **env.get(t, {})), todo)
-    for (name, flavour, order), (code, output, seconds) in zip(todo, done):
-        results.add(f"{name} {flavour} {order}", code == 0, f"{seconds:.1f} s", output)
+    done = pool.map(lambda t: run([program(t[1], t[0]), *t[3:]], CUSIM_ORDER=t[2], **env.get(t, {})), todo)
+    for build, (code, output, seconds) in zip(todo, done):
+        results.add(" ".join(build), code == 0, f"{seconds:.1f} s", output)
 
 
 def planted_found(flavour, name, orders):

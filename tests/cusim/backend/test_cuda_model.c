@@ -152,10 +152,18 @@ static void check_type(const char *type, const char *arch, int n_modes)
     unlink(path);
 }
 
-static void test_logits_are_the_cpus_within_a_bound(void **unused)
+static void test_logits_of_q4_k_are_the_cpus_within_a_bound(void **unused)
 {
     check_type("Q4_K", "llama", 3);
+}
+
+static void test_logits_of_q8_0_are_the_cpus_within_a_bound(void **unused)
+{
     check_type("Q8_0", "qwen2", 2);
+}
+
+static void test_logits_of_bf16_are_the_cpus_within_a_bound(void **unused)
+{
     check_type("BF16", "llama", 2);
 }
 
@@ -211,7 +219,9 @@ static void test_a_layer_of_a_decode_step_is_six_kernels(void **unused)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits_are_the_cpus_within_a_bound),
+        cmocka_unit_test(test_logits_of_q4_k_are_the_cpus_within_a_bound),
+        cmocka_unit_test(test_logits_of_q8_0_are_the_cpus_within_a_bound),
+        cmocka_unit_test(test_logits_of_bf16_are_the_cpus_within_a_bound),
         cmocka_unit_test(test_deterministic_mode_does_not_see_the_batch),
         cmocka_unit_test(test_a_layer_of_a_decode_step_is_six_kernels),
     };
