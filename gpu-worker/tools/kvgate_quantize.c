@@ -24,6 +24,13 @@ static _Noreturn void usage(const char *what, const char *why)
     exit(2);
 }
 
+static const char help[] =
+    "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
+    "    [--calibration FILE.jsonl|FILE.txt [--awq]] [--lm-head]\n"
+    "    --group N     columns that share a scale in gptq-int4, default 128\n"
+    "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
+    "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N";
+
 static void read_flags(struct quantize_flags *flags, int argc, char **argv)
 {
     const struct {
@@ -39,6 +46,10 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         size_t k = 0;
         char *end;
+        if (strcmp(argv[i], "--help") == 0) {
+            puts(help);
+            exit(0);
+        }
         if (strcmp(argv[i], "--lm-head") == 0) {
             flags->lm_head = true;
             continue;
@@ -68,11 +79,7 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         *known[k].count = (uint32_t)n;
     }
     if (!flags->in || !flags->out)
-        usage("", "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
-                  "    [--calibration FILE.jsonl|FILE.txt [--awq]] [--lm-head]\n"
-                  "    --group N     columns that share a scale in gptq-int4, default 128\n"
-                  "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
-                  "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N");
+        usage("", help);
 }
 
 /* The format's own function. */

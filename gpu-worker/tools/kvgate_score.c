@@ -153,6 +153,9 @@ static uint32_t number(const char *flag, const char *text, uint32_t least, uint3
     return (uint32_t)n;
 }
 
+static const char help[] = "kvgate-score --model FILE [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] "
+                           "[--from 0] [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]";
+
 static void read_flags(struct flags *flags, int argc, char **argv)
 {
     const struct {
@@ -174,6 +177,10 @@ static void read_flags(struct flags *flags, int argc, char **argv)
     };
     for (int i = 1; i < argc; i += 2) {
         size_t k = 0;
+        if (strcmp(argv[i], "--help") == 0) {
+            puts(help);
+            exit(0);
+        }
         while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
             k++;
         if (k == sizeof known / sizeof *known || i + 1 == argc)
@@ -184,8 +191,7 @@ static void read_flags(struct flags *flags, int argc, char **argv)
             *known[k].count = number(argv[i], argv[i + 1], known[k].least, known[k].most);
     }
     if (!flags->model || !flags->text)
-        fail("usage", "kvgate-score --model FILE [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] "
-                      "[--from 0] [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]");
+        fail("usage", help);
     if (flags->skip + 2 > flags->context)
         fail("--skip", "leaves nothing of --context to score");
 }

@@ -167,5 +167,6 @@ def test_bench_gateway_prints_its_rows(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "bench-gateway.json").read_text())
     assert [r["row"].split(":")[0] for r in rows] == ["2,000-token chat, open loop"] * 2 + [
-        "2,000-token chat, saturation"] + ["2,000-token chat, streamed"] * 2 + ["2,000 tokens, known prefix", "2,000 tokens, cold"]
+        "2,000-token chat, saturation"] + ["2,000-token chat, streamed"] * 2 + ["2,000 tokens, known prefix", "2,000 tokens, cold"] + [
+        "client leaves in a stream", "client leaves before a reply"]
     assert all(r["peer"] == "proxy_pass" and r["peer_value"] > 0 for r in rows) and '"prefix"' in done.stdout

@@ -48,10 +48,11 @@ def test_make_help_names_every_target():
 
 @pytest.mark.parametrize("name", ["README.md", "gpu-worker/README.md", "conf/worker.env", "docker-compose.yml"])
 def test_worker_flags_exist(name):
-    known = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--help"], capture_output=True, text=True, check=True).stdout
+    known = "".join(subprocess.run([os.path.join(BUILD, program), "--help"], capture_output=True, text=True, check=True).stdout
+                    for program in ("kvgate-worker", "kvgate-eval", "kvgate-score", "kvgate-quantize"))
     lines = [line for line in text(name).splitlines() if not re.search(r"redis-|kvgate-prompt|docker|protected-mode", line)]
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(lines)):
-        assert flag == "--help" or re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"{name}: kvgate-worker has no {flag}"
+        assert flag == "--help" or re.search(rf"(?<![\w-]){flag}(?![\w-])", known), f"{name}: no program has {flag}"
 
 
 def table(name, heading):

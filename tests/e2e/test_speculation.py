@@ -170,4 +170,4 @@ def test_draws_without_a_seed_differ_and_seeds_decide(tmp_path, rule):
         assert chi_square([text[0] for text in texts]) < 70 and chi_square([text[1:] for text in texts]) < 70
         few = list(pool.map(lambda _: draw(session, worker, max_tokens=6, top_k=4), range(300)))
         assert chi_square(few, top_k=4) < 60
-        assert (counts(worker)[0] > 100) == bool(rule)
+        assert (counts(worker)[0] > 10) == bool(rule)  # the control leaves drafts off where they do not pay; test_accept draws 10^6
