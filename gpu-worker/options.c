@@ -291,7 +291,8 @@ static int read_speculative_member(struct options *options, const struct kvg_jso
         return KVG_OK;
     }
     if (kvg_str_eq(member->key, "model")) {
-        if (member->type != KVG_JSON_STRING || member->str.len == 0 || member->str.len >= sizeof options->draft_buffer)
+        if (member->type != KVG_JSON_STRING || member->str.len == 0 || member->str.len >= sizeof options->draft_buffer ||
+            memchr(member->str.bytes, 0, member->str.len))
             return kvg_fail(err, KVG_INVALID, "--speculative-config: \"model\" must be the name of a GGUF file");
         snprintf(options->draft_buffer, sizeof options->draft_buffer, "%.*s", (int)member->str.len, member->str.bytes);
         return KVG_OK;

@@ -513,7 +513,7 @@ def test_flags_are_checked(build, models):
                   ["--model", model, "--speculative-config", '{"method": "ngram", "draft_tensor_parallel_size": 2}'],
                   ["--model", model, "--speculative-config", '{"num_speculative_tokens": 5}'],
                   ["--model", model, "--speculative-config", '{"method": "draft_model"}'],
-                  ["--model", model, "--speculative-config", '{"model": ""}'],
+                  ["--model", model, "--speculative-config", '{"model": ""}'], ["--model", model, "--speculative-config", '{"model": "a\\u0000b"}'],
                   ["--model", model, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 17}'],
                   ["--model", model, "--speculative-model", "ngram", "--speculative-config", '{"method": "ngram"}']):
         done = run_flags(program, *flags)
