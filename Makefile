@@ -131,7 +131,7 @@ $(TOOL_BIN): $(B)/%: $(B)/%.o $(LIBS)
 # tests/fuzz/fuzz_*.c: libFuzzer programs, built by clang into build-fuzz.
 FUZZ_SRC := $(wildcard tests/fuzz/fuzz_*.c)
 FUZZ_BIN := $(patsubst %.c,$(B)/%,$(FUZZ_SRC))
-$(B)/libserver.a: $(call obj,$(filter gpu-worker/server/% gpu-worker/model/safetensors.c,$(WORKER_SRC)))
+$(B)/libserver.a: $(call obj,$(filter gpu-worker/server/% gpu-worker/quant/% gpu-worker/log.c gpu-worker/model/safetensors.c gpu-worker/model/quantized.c,$(WORKER_SRC)))
 $(FUZZ_BIN): $(B)/%: $(B)/%.o $(B)/libserver.a $(B)/libprompt.a
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
