@@ -148,6 +148,8 @@ def test_redis_killed_and_back_costs_hits_but_no_request(stack):
     wait_until(hit, timeout=20, interval=0.2, what="hits after Redis came back")
     for worker_id, worker in stack.workers.items():
         wait_until(lambda w=worker_id, p=worker: stack.claims(w) == held(p), what=f"the index filled again by {worker_id}")
+    # whom to turn to when an owner is gone follows with the gateway's next look
+    wait_until(lambda: set(stack.gateway.workers()) == set(stack.workers), what="all workers known again")
 
 
 def test_a_killed_owner_is_replaced_at_once(stack):
