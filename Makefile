@@ -265,7 +265,7 @@ $(MODULE): $(wildcard nginx-module/*.c nginx-module/*.h nginx-module/*.html ngin
 #: module                  build/ngx_http_kvgate_module.so
 module: $(MODULE)
 
-#: programs                build/kvgate-worker and build/kvgate-prompt
+#: programs                build/kvgate-{worker,prompt,eval,quantize,score}
 programs: $(B)/kvgate-prompt $(B)/kvgate-worker $(B)/kvgate-score $(B)/kvgate-eval $(B)/kvgate-quantize
 #: all                     module and programs; the default
 all: programs module
