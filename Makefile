@@ -38,7 +38,8 @@ build/.pip: build/.venv ; @tests/tools/install_venv.sh $(VENV) $(PIP) && touch $
 
 #: deps                    packages of tests and benchmarks, by apt and pip
 deps: build/.apt-test build/.pip
-#: models                  the small model; models-test, models-all: those of tests and benchmarks
+#: models                  the small model
+#: models-test, models-all  those of tests; of benchmarks
 models: build/.venv ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2
 models-test: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
 models-all: build/.apt-test build/.pip ; @$(PYTHON) tests/tools/models.py $(MODEL_DIR) smollm2 qwen05 qwen15 gemma3 vocabs shakespeare
@@ -299,7 +300,6 @@ smoke: deps models
 	$(MAKE) -j$(JOBS) all
 	$(PYTEST) tests/e2e/test_smoke.py
 #: soak                    workers and Redis killed at random, nginx reloaded (SECONDS=600)
-# Real workers and Redis killed at random, nginx reloaded, for SECONDS (600): how each request ends.
 soak: deps models
 	$(MAKE) -j$(JOBS) all
 	SOAK_SECONDS=$(if $(filter command environment,$(origin SECONDS)),$(SECONDS),600) $(PYTEST) -s tests/e2e/test_gateway_soak.py
@@ -308,8 +308,7 @@ check-layers:
 	@python3 tests/tools/check_layers.py
 
 #: asan, tsan              unit tests under sanitizers
-# The unit tests under AddressSanitizer and UndefinedBehaviorSanitizer; those that run threads under ThreadSanitizer
-# (setarch -R: the sanitizer's memory map does not bear today's address randomization).
+# tsan: those that run threads; setarch -R: the sanitizer's memory map does not bear today's address randomization.
 asan: deps models-test
 	$(MAKE) -j$(JOBS) B=build-asan SAN=address,undefined unit
 	B=build-asan $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py
@@ -318,8 +317,9 @@ tsan: deps models-test
 	B=build-tsan setarch -R $(PYTHON) -m pytest -q -ra tests/unit/test_programs.py \
 	    -k "engine or server or thread_pool or publish or metrics or gpu-worker/test_model or test_route_c or prompt_model or segment_memory"
 
-#: fuzz                    each fuzzer (SECONDS=60); fuzzers: only compiles them
-# Each fuzzer for SECONDS, from the seeds in tests/fuzz/seeds/NAME, with what it found kept in build-fuzz/corpus/NAME.
+#: fuzz                    each fuzzer (SECONDS=60)
+#: fuzzers                 compiles them
+# From the seeds in tests/fuzz/seeds/NAME; what it found is kept in build-fuzz/corpus/NAME.
 SECONDS ?= 60
 fuzz: build/.apt-test
 	$(MAKE) -j$(JOBS) CC=clang B=build-fuzz SAN=address,undefined,fuzzer-no-link fuzzers
@@ -358,7 +358,6 @@ bench-cpu: deps models-all
 	B=$(B) $(PYTHON) tests/bench/bench_cpu.py
 #: bench-cpu-hold          keeps vLLM running for pieces of bench-cpu (MODELS=smol)
 #: bench-cpu-release       ends it
-# hold MODEL: leaves vLLM behind for pieces of bench-cpu; release MODEL: ends it; table: what bench-cpu.json holds, into RESULTS.md.
 bench-cpu-hold bench-cpu-release: bench-cpu-%:
 	$(PYTHON) tests/bench/bench_cpu.py $* $(or $(MODELS),smol)
 #: bench-cpu-table         what bench-cpu has measured so far, into tests/bench/RESULTS.md
@@ -369,7 +368,6 @@ bench-kernels: COUNTS ?= 1,8,32,512
 bench-kernels: $(B)/tests/bench/bench_kernels
 	@for format in $(or $(FORMATS),Q4_1 Q8_0); do $< $$format $(or $(ISAS),auto) 0 9 $(COUNTS) || exit; done
 #: bench-latency           what waits for what in one worker (ONLY="start step streams hit busy")
-# ONLY: some parts of it ("start step streams hit busy").
 bench-latency: deps models-test
 	$(MAKE) -j$(JOBS) programs tools
 	B=$(B) $(PYTHON) tests/bench/bench_latency.py

@@ -138,19 +138,26 @@ static int read_count(const struct flag *flag, const char *text, uint32_t *out, 
     return KVG_OK;
 }
 
-static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, struct kvg_error *err)
+/* A number with K, M, G or T behind it, at step 1024 Ki too, or nothing: step, step^2, ... times it. *end: what follows. */
+static double read_scaled(const char *text, double step, const char **end)
 {
     static const char units[] = "KMGT";
-    char *end;
-    double n = strtod(text, &end);
-    const char *unit = *end ? strchr(units, toupper((unsigned char)*end)) : NULL;
+    char *rest;
+    double n = strtod(text, &rest);
+    const char *unit = *rest ? strchr(units, toupper((unsigned char)*rest)) : NULL;
 
-    if (unit)
-        end++;
     for (ptrdiff_t i = unit ? unit - units : -1; i >= 0; i--)
-        n *= 1024;
-    if (unit && *end == 'i')
-        end++;
+        n *= step;
+    rest += unit != NULL;
+    *end = rest + (unit && step == 1024 && *rest == 'i');
+    return n;
+}
+
+static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, struct kvg_error *err)
+{
+    const char *end;
+    double n = read_scaled(text, 1024, &end);
+
     if (*end == 'B' || *end == 'b')
         end++;
     if (text[0] < '0' || text[0] > '9' || *end || !(n >= 1) || n > 1e15)
@@ -162,15 +169,9 @@ static int read_bytes(const struct flag *flag, const char *text, uint64_t *out, 
 /* A number above 0, 1000-based units allowed. */
 static int read_rate(const struct flag *flag, const char *text, double *out, struct kvg_error *err)
 {
-    static const char units[] = "KMGT";
-    char *end;
-    double n = strtod(text, &end);
-    const char *unit = *end ? strchr(units, toupper((unsigned char)*end)) : NULL;
+    const char *end;
+    double n = read_scaled(text, 1000, &end);
 
-    if (unit)
-        end++;
-    for (ptrdiff_t i = unit ? unit - units : -1; i >= 0; i--)
-        n *= 1000;
     if (!((text[0] >= '0' && text[0] <= '9') || text[0] == '.') || *end || !(n > 0) || n > 1e21)
         return kvg_fail(err, KVG_INVALID, "--%s must be a number above 0, such as 10 or 3350G, got \"%s\"", flag->name, text);
     *out = n;

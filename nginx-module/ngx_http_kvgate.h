@@ -192,7 +192,8 @@ typedef struct {
     ngx_msec_t                     redis_timeout;
     ngx_str_t                      redis_prefix;  /* NUL-terminated */
     ngx_str_t                      redis_ca;    /* "": the system's */
-    ngx_array_t                   *redis_certificate;  /* of ngx_str_t: certificate and key; NULL: none */
+    ngx_str_t                      redis_certificate;  /* .data NULL: none */
+    ngx_str_t                      redis_certificate_key;
 #if (NGX_SSL)
     ngx_ssl_t                     *redis_ssl;   /* NULL: no rediss:// */
 #endif
@@ -434,7 +435,9 @@ ngx_http_kvgate_worker_t *ngx_http_kvgate_worker_find(ngx_http_kvgate_pool_t *po
 void ngx_http_kvgate_placements_alloc(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool);
 /* The lease that was sent the longest beginning of the chain that is remembered, with its length in *blocks; 0: none. */
 uint32_t ngx_http_kvgate_placed(ngx_http_kvgate_pool_t *pool, const struct kvg_hash *chain, size_t n, uint32_t *blocks);
-/* Remembers a decision whose candidates stand, and who was sent the prompt's blocks. */
+/* Remembers that the chosen candidate is sent the prompt's blocks. Of one that fails, the next one takes the place. */
+void ngx_http_kvgate_sent(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
+/* Remembers a decision whose candidates stand. */
 void ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 /* LOG phase: what the worker that served had of it. */
 ngx_int_t ngx_http_kvgate_served(ngx_http_request_t *r);

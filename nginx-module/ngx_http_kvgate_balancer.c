@@ -42,22 +42,13 @@ ngx_http_kvgate_peer_flight(ngx_http_kvgate_peer_t *peer, ngx_int_t step)
 }
 
 
-/* The last of Redis' choices is about to be tried. nginx looks at the tries that are left before it gives this one up, so the known
- * workers behind it come in now, within proxy_next_upstream_tries. */
-static void
-ngx_http_kvgate_more_tries(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *peer)
+/* n further tries, or as many of them as proxy_next_upstream_tries leaves after those that were begun. */
+static ngx_uint_t
+ngx_http_kvgate_within_tries(ngx_http_kvgate_peer_t *peer, ngx_uint_t n)
 {
-    ngx_uint_t  added, limit;
+    ngx_uint_t  limit = peer->request->upstream->conf->next_upstream_tries;
 
-    added = ngx_http_kvgate_add_others(peer->request, peer->ctx);
-    limit = peer->request->upstream->conf->next_upstream_tries;
-
-    if (limit) {
-        limit -= ngx_min(limit, peer->next);  /* after this one */
-        added = ngx_min(added, limit);
-    }
-
-    pc->tries += added;
+    return limit ? ngx_min(n, limit - ngx_min(limit, peer->next)) : n;
 }
 
 
@@ -88,10 +79,12 @@ ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
     peer->own = 1;
 
     if (peer->next == ctx->n_candidates) {
-        ngx_http_kvgate_more_tries(pc, peer);
+        /* nginx looks at the tries that are left before it gives this one up */
+        pc->tries += ngx_http_kvgate_within_tries(peer, ngx_http_kvgate_add_others(peer->request, ctx));
     }
 
     ngx_http_kvgate_peer_flight(peer, 1);
+    ngx_http_kvgate_sent(peer->request, ctx);
 
     pc->cached = 0;
     pc->connection = NULL;
@@ -124,15 +117,7 @@ ngx_http_kvgate_may_retry(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *pee
 static void
 ngx_http_kvgate_leave_candidates(ngx_peer_connection_t *pc, ngx_http_kvgate_peer_t *peer)
 {
-    ngx_uint_t  limit, tries;
-
-    tries = peer->original_tries;
-    limit = peer->request->upstream->conf->next_upstream_tries;
-
-    if (limit) {
-        limit -= ngx_min(limit, peer->next);
-        tries = ngx_min(tries, limit);
-    }
+    ngx_uint_t  tries = ngx_http_kvgate_within_tries(peer, peer->original_tries);
 
     if (tries) {
         peer->ctx->routed = 0;

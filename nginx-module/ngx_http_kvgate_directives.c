@@ -299,23 +299,16 @@ ngx_http_kvgate_redis_certificate(ngx_conf_t *cf, ngx_command_t *cmd, void *conf
 {
     ngx_http_kvgate_main_conf_t *mcf = conf;
 
-    ngx_str_t  *value, *certificate;
+    ngx_str_t  *value;
 
     value = cf->args->elts;
 
-    if (mcf->redis_certificate) {
+    if (mcf->redis_certificate.data) {
         return "is duplicate";
     }
 
-    mcf->redis_certificate = ngx_array_create(cf->pool, 2, sizeof(ngx_str_t));
-    certificate = mcf->redis_certificate ? ngx_array_push_n(mcf->redis_certificate, 2) : NULL;
-
-    if (certificate == NULL) {
-        return NGX_CONF_ERROR;
-    }
-
-    certificate[0] = value[1];
-    certificate[1] = value[2];
+    mcf->redis_certificate = value[1];
+    mcf->redis_certificate_key = value[2];
 
     return NGX_CONF_OK;
 }

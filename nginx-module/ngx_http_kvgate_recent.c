@@ -87,6 +87,35 @@ ngx_http_kvgate_place(ngx_http_kvgate_pool_t *pool, const struct kvg_hash *block
 }
 
 
+void
+ngx_http_kvgate_sent(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
+{
+    size_t                        mark;
+    uint32_t                      lease;
+    ngx_http_kvgate_pool_t       *pool;
+    ngx_http_kvgate_prompt_t     *p = &ctx->prompt;
+    ngx_http_kvgate_main_conf_t  *conf;
+
+    pool = ctx->chosen->pool;
+    lease = (uint32_t) ctx->chosen->lease;
+
+    if (p->n_blocks == 0 || pool->buckets == 0) {
+        return;
+    }
+
+    conf = ngx_http_get_module_main_conf(r, ngx_http_kvgate_module);
+    ngx_shmtx_lock(&conf->shpool->mutex);
+
+    for (mark = 1; mark < p->n_blocks; mark *= 2) {
+        ngx_http_kvgate_place(pool, &p->chain[mark - 1], lease);
+    }
+
+    ngx_http_kvgate_place(pool, &p->chain[p->n_blocks - 1], lease);
+
+    ngx_shmtx_unlock(&conf->shpool->mutex);
+}
+
+
 uint32_t
 ngx_http_kvgate_placed(ngx_http_kvgate_pool_t *pool, const struct kvg_hash *chain, size_t n, uint32_t *blocks)
 {
@@ -125,7 +154,6 @@ ngx_http_kvgate_show(ngx_http_kvgate_ctx_t *ctx, ngx_http_kvgate_candidate_t *ca
 void
 ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 {
-    size_t                        mark;
     ngx_uint_t                    i;
     ngx_time_t                   *tp;
     ngx_http_kvgate_pool_t       *pool;
@@ -156,14 +184,6 @@ ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx)
 
     for (i = 0; i < decision->n; i++) {
         ngx_http_kvgate_show(ctx, &ctx->candidates[i], &decision->choices[i]);
-    }
-
-    if (ctx->n_candidates && p->n_blocks && pool->buckets && ctx->mode == NGX_HTTP_KVGATE_ON) {
-        for (mark = 1; mark < p->n_blocks; mark *= 2) {
-            ngx_http_kvgate_place(pool, &p->chain[mark - 1], (uint32_t) ctx->candidates[0].lease);
-        }
-
-        ngx_http_kvgate_place(pool, &p->chain[p->n_blocks - 1], (uint32_t) ctx->candidates[0].lease);
     }
 
     ngx_shmtx_unlock(&conf->shpool->mutex);

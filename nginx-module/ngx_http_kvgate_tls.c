@@ -27,13 +27,12 @@ char *
 ngx_http_kvgate_tls_init(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf)
 {
     size_t               i;
-    ngx_str_t           *certificate;
     ngx_pool_cleanup_t  *cln;
 
     for (i = 0; i < mcf->redis.n && !mcf->redis.urls[i].tls; i++) { /* void */ }
 
     if (i == mcf->redis.n) {
-        if (mcf->redis_ca.len || mcf->redis_certificate) {
+        if (mcf->redis_ca.len || mcf->redis_certificate.data) {
             ngx_log_error(NGX_LOG_WARN, cf->log, 0,
                           "kvgate_redis_ca and kvgate_redis_certificate are of no use: no address in kvgate_redis is a rediss://");
         }
@@ -72,12 +71,10 @@ ngx_http_kvgate_tls_init(ngx_conf_t *cf, ngx_http_kvgate_main_conf_t *mcf)
     /* after nginx's, whose callback lets everything pass: the handshake itself is to fail */
     SSL_CTX_set_verify(mcf->redis_ssl->ctx, SSL_VERIFY_PEER, NULL);
 
-    if (mcf->redis_certificate) {
-        certificate = mcf->redis_certificate->elts;
-
-        if (ngx_ssl_certificate(cf, mcf->redis_ssl, &certificate[0], &certificate[1], NULL) != NGX_OK) {
-            return NGX_CONF_ERROR;
-        }
+    if (mcf->redis_certificate.data
+        && ngx_ssl_certificate(cf, mcf->redis_ssl, &mcf->redis_certificate, &mcf->redis_certificate_key, NULL) != NGX_OK)
+    {
+        return NGX_CONF_ERROR;
     }
 
     return NGX_CONF_OK;
@@ -166,7 +163,11 @@ ngx_http_kvgate_tls_read(ngx_event_t *ev)
     do {
         n = c->recv(c, (u_char *) data, sizeof(data));
 
-        if (n > 0 && redisReaderFeed(link->context->c.reader, data, n) == REDIS_OK) {
+        if (n > 0 && redisReaderFeed(link->context->c.reader, data, n) != REDIS_OK) {
+            n = NGX_ERROR;  /* no memory */
+        }
+
+        if (n > 0) {
             redisProcessCallbacks(link->context);
         }
 

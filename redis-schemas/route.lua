@@ -305,10 +305,10 @@ end
 local function missed(w, missing) -- the same, of a worker with a reservation
     return reserved[w.lease] and math.min(missing, miss(reserved[w.lease])) or missing
 end
-local groups, by_place, least = {}, {}, nil
+local groups, by_place, bound = {}, {}, nil -- bound: somebody costs no more
 for _, w in ipairs(candidates) do
     local cost = missed(w, miss(w.lo > 0 and block_at(w.lo) or 0)) + w.backlog
-    least = math.min(least or cost, cost)
+    bound = math.min(bound or cost, cost)
     if w.hi - w.lo > 1 then
         if not by_place[w.lo] then
             by_place[w.lo] = {}
@@ -323,7 +323,7 @@ local function split(group)
     if hi - lo <= 1 or fields >= FIELDS then
         return
     end
-    local most, missing = least + NEAR * mean_prompt, miss(block_at(hi - 1))
+    local most, missing = bound + NEAR * mean_prompt, miss(block_at(hi - 1))
     local middle, list = math.floor((lo + hi) / 2), nil
     local left = miss(block_at(middle))
     local holders, others = nil, nil
@@ -332,7 +332,7 @@ local function split(group)
             list = list or claims(middle)
             if in_list(list, w.lease) then
                 w.lo = middle
-                least = math.min(least, left + w.backlog)
+                bound = math.min(bound, left + w.backlog)
                 holders = holders or {}
                 holders[#holders + 1] = w
             else
@@ -352,12 +352,12 @@ while holders do
     end
     holders = holders or others
 end
-i = 2
-while i <= #groups and fields < FIELDS do
-    holders, others = split(groups[i])
+local turns = 2
+while turns <= #groups and fields < FIELDS do
+    holders, others = split(groups[turns])
     groups[#groups + 1] = holders
     groups[#groups + 1] = others
-    i = i + 1
+    turns = turns + 1
 end
 
 -- 7. cost = alpha * uncached + backlog. Within a quarter of a mean prompt of the least cost the rendezvous order decides, the
@@ -367,7 +367,7 @@ local turn_hash = string.sub(chain, (turn - 1) * stride + 1, (turn - 1) * stride
 if blocks == 0 then
     math.randomseed(math.floor(now * 1e6) % 2147483647)
 end
-least = nil
+local least
 for _, w in ipairs(candidates) do
     w.exact = w.hi - w.lo <= 1 and (w.hi > places or w.lo == 0 or block_at(w.hi) - block_at(w.lo) <= 1)
     w.held, w.reserved = w.lo > 0 and block_at(w.lo) or 0, reserved[w.lease] or 0

@@ -340,6 +340,7 @@ class Vllm(Engine):
         while not self.answers():
             if time.monotonic() > end:
                 raise Missing(f"the held vLLM (pid {held['pid']}) does not answer within {limit} s: release it")
+            time.sleep(0.1)
         self.held, self.held_pid, self.ready = True, held["pid"], held["ready"]
         return True
 

@@ -289,6 +289,24 @@ def test_without_redis_a_conversation_stays_with_its_worker():
         assert int(without[0].headers["X-Kvgate-Hit-Tokens"]) > 64
 
 
+def test_without_redis_a_prompt_stays_with_who_served_it_after_a_failover():
+    """Not with its first choice, which answered 503 and holds nothing of it."""
+    with Fleet(2) as fleet:
+        served = {}
+        for text in (f"conversation {i}: " + f"word{i} " * 90 for i in range(6)):
+            fleet.settle()
+            first = fleet.named(fleet.post(text).headers["X-Kvgate-Worker"])
+            first.mode = "503"
+            fleet.settle()
+            served[text] = fleet.post(text).headers["X-Kvgate-Worker"]
+            assert served[text] != first.name
+            fleet.reset()
+        fleet.redis.kill()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 20, "Redis seen gone")
+        for text, worker in served.items():
+            assert fleet.post(text + " and the next turn of it").headers["X-Kvgate-Worker"] == worker
+
+
 def test_without_redis_a_head_that_many_share_follows_the_order_of_all_gateways():
     """Of a prompt over 1,024 tokens, of which only the beginning was sent before: rendezvous, not the worker that had it last."""
     with Fleet(4) as fleet:

@@ -42,8 +42,9 @@ def test_make_targets_exist(name):
 def test_make_help_names_every_target():
     names = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", text("Makefile"), re.M).group(1).replace("\\\n", " ")
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    first = {name for column in re.findall(r"^  (\S.*?)(?:  |$)", listed, re.M) for name in column.split(", ")}
     for name in re.sub(r"\$\([^)]*\)", "", names).split():
-        assert re.search(rf"(?<![\w-]){name}(?![\w-])", listed), f"make help: no {name}"
+        assert name in first, f"make help: no {name}"
 
 
 @pytest.mark.parametrize("name", ["README.md", "gpu-worker/README.md", "conf/worker.env", "docker-compose.yml"])
