@@ -1,5 +1,4 @@
 #include "gpu-worker/model/capacity.h"
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,10 +7,12 @@
 #include <time.h>
 #include <unistd.h>
 #include "gpu-worker/backend/backend.h"
+#include "gpu-worker/backend/cpu/thread_pool.h"
 #include "gpu-worker/model/loader.h"
 
 enum { ROUNDS = 4, PROBE_ROWS = 512, PROBE_COLS = 1024, PROBE_WIDTH = 4096, MOST_THREADS = 256, TYPES = 256 };
-static const size_t PROBE_BYTES = (size_t)512 << 20;
+enum { PIECES = 512 };
+static const size_t PIECE_WORDS = (1 << 20) / sizeof(uint64_t);
 
 static double seconds(void)
 {
@@ -156,6 +157,8 @@ int capacity_kv_block_bytes(const struct capacity *model, const char *device, co
     if (strcmp(device, "cuda") == 0) {
         uint64_t keys_and_values = (uint64_t)2 * model->n_layers * model->n_kv_heads * block_size;
         bool bytes = kv.dtype == KV_FP8 || kv.dtype == KV_INT8;
+        if (kv.dtype == KV_F16)
+            return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype f16: the CUDA backend keeps KV as bf16, fp8 or int8");
         *out = keys_and_values * (model->head_dim * (bytes ? 1 : sizeof(uint16_t)) + (kv.dtype == KV_INT8 ? sizeof(float) : 0));
         return 0;
     }
@@ -170,56 +173,47 @@ int capacity_kv_block_bytes(const struct capacity *model, const char *device, co
 
 /* ---- this CPU ---------------------------------------------------------------------------------------------------------- */
 
-struct reader {
-    pthread_t thread;
-    const uint64_t *words;
-    size_t n;
-    uint64_t sum;
+/* Memory in pieces, written first by the threads that read it, so that it lies near all of them. */
+struct reading {
+    uint64_t *words, sums[PIECES];
 };
 
-/* A sum that the compiler vectorizes: many loads in flight, so that memory is the limit. */
-static void *read_words(void *context)
+static void fill_pieces(void *context, uint32_t thread, uint32_t first, uint32_t end)
 {
-    struct reader *reader = context;
-    uint64_t sum = 0;
-    for (size_t i = 0; i < reader->n; i++)
-        sum += reader->words[i];
-    reader->sum = sum;
-    return NULL;
+    struct reading *reading = context;
+    for (size_t i = first * PIECE_WORDS; i < end * PIECE_WORDS; i++) /* pages of their own, not the one of zeros */
+        reading->words[i] = i;
 }
 
-/* One pass over words[0..n) by all threads; bytes a second, 0 where a thread could not be started. */
-static double read_once(const uint64_t *words, size_t n, uint32_t threads)
+/* Sums that the compiler vectorizes: many loads in flight, so that memory is the limit. */
+static void read_pieces(void *context, uint32_t thread, uint32_t first, uint32_t end)
 {
-    struct reader readers[MOST_THREADS];
-    size_t part = n / threads;
-    uint32_t started = 0;
-    double began = seconds();
-
-    for (; started < threads; started++) {
-        readers[started] = (struct reader){.words = words + part * started, .n = part};
-        if (pthread_create(&readers[started].thread, NULL, read_words, &readers[started]) != 0)
-            break;
+    struct reading *reading = context;
+    for (uint32_t piece = first; piece < end; piece++) {
+        uint64_t sum = 0;
+        for (size_t i = piece * PIECE_WORDS; i < (piece + 1) * PIECE_WORDS; i++)
+            sum += reading->words[i];
+        reading->sums[piece] = sum;
     }
-    for (uint32_t i = 0; i < started; i++)
-        pthread_join(readers[i].thread, NULL);
-    return started == threads ? (double)(part * threads * sizeof *words) / (seconds() - began) : 0;
 }
 
 /* The best of the rounds, in bytes a second; 0 where memory or threads are missing. */
 static double measure_reading(uint32_t threads)
 {
-    size_t n = PROBE_BYTES / sizeof(uint64_t);
-    uint64_t *words = malloc(PROBE_BYTES);
+    struct reading reading = {.words = malloc(PIECES * PIECE_WORDS * sizeof(uint64_t))};
+    struct thread_pool *pool = reading.words ? thread_pool_open(threads) : NULL;
     double best = 0;
 
-    for (size_t i = 0; words && i < n; i++) /* pages of their own, not the one of zeros */
-        words[i] = i;
-    for (int round = 0; words && round < ROUNDS; round++) {
-        double rate = read_once(words, n, threads);
+    if (pool)
+        thread_pool_for(pool, PIECES, THREAD_POOL_SHRINKING, fill_pieces, &reading);
+    for (int round = 0; pool && round < ROUNDS; round++) {
+        double began = seconds();
+        thread_pool_for(pool, PIECES, THREAD_POOL_SHRINKING, read_pieces, &reading);
+        double rate = (double)(PIECES * PIECE_WORDS * sizeof(uint64_t)) / (seconds() - began);
         best = rate > best ? rate : best;
     }
-    free(words);
+    thread_pool_close(pool);
+    free(reading.words);
     return best;
 }
 

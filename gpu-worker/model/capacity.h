@@ -18,7 +18,7 @@ struct capacity {
 int capacity_read(struct capacity *out, const char *path, struct kvg_error *err);
 
 /* Bytes of a KV block of all layers. device "cpu": as that backend lays it out (kv_cache_dtype as in model_options; isa may be
- * NULL); "cuda": two bytes a number. */
+ * NULL); "cuda": likewise, without that backend being there. KVG_UNSUPPORTED: the backend has no KV of that type. */
 int capacity_kv_block_bytes(const struct capacity *model, const char *device, const char *isa, const char *kv_cache_dtype,
                             uint32_t block_size, uint64_t *out, struct kvg_error *err);
 

@@ -14,6 +14,15 @@ static size_t n_tensors(const struct loader *loader)
     return loader->folder ? loader->folder->n_tensors : loader->gguf->n_tensors;
 }
 
+static int choose_family(struct loader *loader, struct kvg_error *err)
+{
+    char names[128];
+    if ((loader->family = family_find(loader->arch)))
+        return 0;
+    family_names(names, sizeof names);
+    return kvg_fail(err, KVG_UNSUPPORTED, "architecture \"%s\" is not supported (%s)", loader->arch, names);
+}
+
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err)
 {
     struct kvg_str arch;
@@ -29,6 +38,8 @@ int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backe
     size_t n = n_tensors(loader);
     if (n == 0)
         return kvg_fail(err, KVG_FILE, "the file has no tensors (a cut file serves the gateway only)");
+    if ((failed = choose_family(loader, err)))
+        return failed;
     loader->used = calloc(n, sizeof *loader->used);
     if (!loader->used)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu tensor marks", n);

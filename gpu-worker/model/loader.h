@@ -41,7 +41,7 @@ struct shape {
 struct loader {
     const struct kvg_gguf *gguf;
     const struct safetensors *folder; /* where the tensors are; NULL: in gguf. Set before loader_init */
-    const struct family *family;      /* set before tensors are loaded */
+    const struct family *family;      /* set by loader_init */
     struct backend *backend;
     struct quantization quantization; /* of the folder; set by loader_init */
     char arch[32];                    /* "llama", the prefix of the file's keys */
@@ -52,6 +52,8 @@ struct loader {
     const struct model_watch *watch; /* is told of every matrix; NULL = none */
 };
 
+/* backend: NULL where no tensor will be loaded. KVG_UNSUPPORTED: no family of this architecture. loader_free after failures too.
+ */
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err);
 void loader_free(struct loader *loader);
 

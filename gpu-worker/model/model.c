@@ -17,9 +17,8 @@ struct model {
     struct kvg_gguf *gguf;
     struct safetensors *folder; /* NULL: the tensors are in gguf */
     struct backend *backend;
-    struct watched *watched; /* with options.watch */
-    const struct family *family;
-    struct family_model parts;
+    struct watched *watched;   /* with options.watch */
+    struct family_model parts; /* its family: NULL until the loader knows it */
     struct model_info info;
     struct model_options options;
     struct backend_kv kv;     /* n_blocks = 0 until model_kv_alloc */
@@ -82,18 +81,11 @@ static int load_weights(struct model *model, struct kvg_error *err)
                             .progress = model->options.progress,
                             .context = model->options.context,
                             .watch = model->options.watch};
-    char names[128];
     int failed = loader_init(&loader, model->gguf, model->backend, err);
     if (failed)
         goto done;
-    model->family = family_find(loader.arch);
-    if (!model->family) {
-        family_names(names, sizeof names);
-        failed = kvg_fail(err, KVG_UNSUPPORTED, "architecture \"%s\" is not supported (%s)", loader.arch, names);
-        goto done;
-    }
-    loader.family = model->parts.family = model->family;
-    failed = model->family->load(&model->parts, &loader, model->options.max_rows, model->options.max_outputs, err);
+    model->parts.family = loader.family;
+    failed = loader.family->load(&model->parts, &loader, model->options.max_rows, model->options.max_outputs, err);
     if (!failed)
         failed = loader_finish(&loader, err);
     model->info.weight_bytes = loader.total_bytes;
@@ -108,7 +100,7 @@ static void fill_info(struct model *model)
 {
     const struct shape *s = &model->parts.shape;
     struct model_info *info = &model->info;
-    info->family = model->family->name;
+    info->family = model->parts.family->name;
     info->n_layers = s->n_layers;
     info->n_heads = s->n_heads;
     info->n_kv_heads = s->n_kv_heads;
@@ -158,8 +150,8 @@ void model_close(struct model *model)
 {
     if (!model)
         return;
-    if (model->family)
-        model->family->free(&model->parts);
+    if (model->parts.family)
+        model->parts.family->free(&model->parts);
     if (model->backend)
         model->backend->ops->close(model->backend);
     watch_free(model->watched);
@@ -246,7 +238,7 @@ int model_forward(struct model *model, const struct model_batch *batch, struct k
     if ((failed = backend->ops->begin_step(backend, &step, err)))
         return failed;
     model->parts.brief = batch->brief && model->parts.brief_logits;
-    model->family->forward(&model->parts, backend, batch->n_rows, batch->n_outputs);
+    model->parts.family->forward(&model->parts, backend, batch->n_rows, batch->n_outputs);
     return backend->ops->end_step(backend, err);
 }
 

@@ -18,7 +18,6 @@ enum {
     MAX_INDEX = 64 << 20,
     MAX_TENSORS = 1 << 20,
     MAX_FILES = 1 << 14,
-    MAX_NAME = 512,
     NAME_SHOWN = 100,
 };
 #define INDEX_NAME  "model.safetensors.index.json"
@@ -158,9 +157,9 @@ static int read_tensor(const struct kvg_json *entry, const struct safetensors_fi
 {
     int failed;
     t->name = entry->key;
-    if (entry->key.len == 0 || entry->key.len > MAX_NAME || memchr(entry->key.bytes, 0, entry->key.len))
+    if (entry->key.len == 0 || entry->key.len > SAFETENSORS_NAME || memchr(entry->key.bytes, 0, entry->key.len))
         return kvg_fail(err, KVG_FILE, "%s: a tensor's name has %zu bytes or a NUL, allowed are 1 to %d", file->name,
-                        entry->key.len, MAX_NAME);
+                        entry->key.len, SAFETENSORS_NAME);
     if (entry->type != KVG_JSON_OBJECT)
         return kvg_fail(err, KVG_FILE, "%s: tensor %s is described by no object", file->name, show(t->name).text);
     if ((failed = read_dtype(kvg_json_get(entry, "dtype"), t, file->name, err)) ||

@@ -12,7 +12,7 @@
 #include "libprompt/error.h"
 #include "libprompt/json.h"
 
-enum { SAFETENSORS_DIMS = 8 };
+enum { SAFETENSORS_DIMS = 8, SAFETENSORS_NAME = 512 /* most bytes of a name */ };
 
 enum safetensors_dtype {
     ST_BOOL,

@@ -7,11 +7,12 @@
  * is tied, the embedding) as Q8_0. bf16: every matrix, as a base to compare others with. A matrix that is quantized already is
  * decoded first: what it lost stays lost. Folders are those of Hugging Face. w8a8: compressed-tensors, int8 weights with a scale
  * for each row, activations quantized for each token as they come. gptq-int4: symmetric groups of 128, without reordering.
- * --lm-head: lm_head too.
+ * --lm-head: lm_head too, rounded.
  * --calibration: GPTQ (gptq.h) on the inputs that a text gives, instead of rounding each number for itself; q4_0 and gptq-int4.
  * --awq: with q4_0, AWQ (awq.h) instead: columns are scaled, and what feeds them the other way.
  * OUT appears whole or not at all.
  */
+#include <cblas.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +28,8 @@ static _Noreturn void usage(const char *what, const char *why)
 static const char help[] =
     "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
     "    [--calibration FILE.jsonl|FILE.txt [--awq]] [--lm-head]\n"
-    "    --group N     columns that share a scale in gptq-int4, default 128\n"
+    "    --group N     columns that share a scale in gptq-int4, a power of two from 8 to 128, default 128; kvgate-worker serves\n"
+    "                  multiples of 32\n"
     "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
     "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N";
 
@@ -115,6 +117,8 @@ int main(int argc, char **argv)
     if (flags.group < 8 || (flags.group & (flags.group - 1)))
         usage("--group", "must be a power of two from 8 to 128");
     log_set_level(LOG_WARN);
+    if (flags.threads)
+        openblas_set_num_threads((int)flags.threads); /* products of GPTQ and AWQ */
     int failed = function_of(&flags)(&flags, &err);
     if (failed)
         fprintf(stderr, "kvgate-quantize: %s\n", err.message);

@@ -243,11 +243,13 @@ int main(int argc, char **argv)
     open_model(&model, &flags, flags.model);
     if (flags.base)
         open_model(&base, &flags, flags.base);
+    uint32_t *window = malloc(flags.context * sizeof *window);
+    if (!window)
+        fail("--context", "no memory");
     printf("{\"windows\": %u, \"context\": %u, \"scored_per_window\": %u, \"from\": %u}\n", windows, flags.context, scored,
            flags.from);
     fflush(stdout);
-    uint32_t *window = malloc(flags.context * sizeof *window);
-    for (uint32_t w = flags.from; window && w < windows; w++) {
+    for (uint32_t w = flags.from; w < windows; w++) {
         window[0] = vocab->bos;
         memcpy(window + bos, ids.ids + (size_t)w * step, step * sizeof *window);
         struct sums s = score_window(&model, flags.base ? &base : NULL, &flags, window);

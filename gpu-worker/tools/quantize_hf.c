@@ -106,8 +106,8 @@ static uint32_t parts_of(const struct hf *hf, const struct safetensors_tensor *t
 static void add_header(struct kvg_buf *header, const char *name, size_t len, const char *suffix, const char *dtype,
                        const uint64_t *shape, uint32_t n_dims, uint64_t begin, uint64_t bytes)
 {
-    char full[256];
-    int n = snprintf(full, sizeof full, "%.*s%s", (int)(len < 200 ? len : 200), name, suffix);
+    char full[SAFETENSORS_NAME + 16];
+    int n = snprintf(full, sizeof full, "%.*s%s", (int)len, name, suffix);
     kvg_buf_puts(header, ", ");
     kvg_buf_json_string(header, full, (size_t)n);
     kvg_buf_printf(header, ": {\"dtype\": \"%s\", \"shape\": [", dtype);
@@ -242,6 +242,7 @@ static int write_packed_w4(struct hf *hf, const struct matrix *m, struct kvg_err
     return failed;
 }
 
+/* name: of a matrix that is calibrated where there is a calibration; NULL: it is rounded (lm_head, which is outside layers). */
 static int write_w4(struct hf *hf, struct matrix *m, const char *name, struct kvg_error *err)
 {
     const struct gptq_grid grid = {m->group, int_pack_w4_scale, int_pack_w4_nearest};
@@ -250,7 +251,7 @@ static int write_w4(struct hf *hf, struct matrix *m, const char *name, struct kv
     m->scales = malloc(m->rows * (m->cols / m->group) * sizeof *m->scales);
     if (!m->scales)
         return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
-    if (hf->calibration) {
+    if (hf->calibration && name) {
         const float *factor = calibration_factor(hf->calibration, name, hf->flags->damping, &n, err);
         if (!factor && err->code != KVG_OK)
             return err->code;
@@ -287,12 +288,12 @@ static int calibrate_up_to(struct hf *hf, uint32_t layer, struct kvg_error *err)
 
 static int write_tensor(struct hf *hf, const struct safetensors_tensor *t, struct kvg_error *err)
 {
-    char name[64] = "output.weight";
-    int layer = -1, failed = 0;
+    char name[64];
+    int layer, failed = 0;
     progress_advance(&hf->bar, t->n_bytes);
     if (kind_of(hf, t) == KEPT)
         return put(hf, t->data, t->n_bytes, err);
-    linear_name(t->name, &layer, name);
+    bool linear = linear_name(t->name, &layer, name);
     if (hf->calibration && layer >= (int)hf->calibrated && (failed = calibrate_up_to(hf, (uint32_t)layer, err)))
         return failed;
     struct matrix m = {
@@ -302,7 +303,7 @@ static int write_tensor(struct hf *hf, const struct safetensors_tensor *t, struc
         return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu numbers", (unsigned long long)m.rows,
                         (unsigned long long)m.cols);
     parallel_ranges(hf->flags->threads, m.rows, decode_rows, &m);
-    failed = hf->format == W8A8 ? write_w8(hf, &m, err) : write_w4(hf, &m, name, err);
+    failed = hf->format == W8A8 ? write_w8(hf, &m, err) : write_w4(hf, &m, linear ? name : NULL, err);
     free(m.values);
     free(m.scales);
     free(m.codes);

@@ -86,8 +86,8 @@ def task_file(folder, n):
     return path
 
 
-def evaluate(*flags, timeout=300):
-    return subprocess.run([sys.executable, EVAL, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def evaluate(*flags, timeout=300, env=None):
+    return subprocess.run([sys.executable, EVAL, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=env)
 
 
 def report(folder):
@@ -194,6 +194,24 @@ def test_a_model_that_is_no_file_ends_with_the_workers_own_words(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"FUGG" * 10)
     done = evaluate("--model", tmp_path / "bad.gguf", "--task", "arithmetic", "--items", 2, "--out", tmp_path / "out")
     assert done.returncode == 1 and "did not start" in done.stderr and "bad.gguf" in done.stderr
+
+
+def ask_own_worker(tmp_path, *flags, **variables):
+    toy_model.script_text(str(tmp_path / "model.gguf"), "fo|ur")
+    (tmp_path / "task.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "4?"}], "answer": "four"}) + "\n")
+    return evaluate("--model", tmp_path / "model.gguf", "--task", tmp_path / "task.jsonl", "--max-tokens", 8, "--out", tmp_path / "out", "--worker-flags",
+                    " ".join(["--kv-cache-memory 64M", *flags]), timeout=60, env={**os.environ, **variables})
+
+
+def test_an_api_key_of_other_endpoints_does_not_lock_the_own_worker(tmp_path):
+    done = ask_own_worker(tmp_path, KVGATE_API_KEY="secret")
+    assert done.returncode == 0, done.stderr
+    assert report(tmp_path / "out")["runs"]["model"]["score"] == 1.0
+
+
+def test_an_own_worker_that_wants_a_key_is_refused_at_once(tmp_path):
+    done = ask_own_worker(tmp_path, "--api-key secret")
+    assert done.returncode == 1 and "401" in done.stderr and "--api-key" in done.stderr
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+import toy_model
 from conftest import BUILD, MODELS, ROOT
 from stack import SMOLLM2, Worker
 
@@ -63,6 +64,8 @@ def test_more_load_needs_more_workers():
     (["--memory", "64M"], ["weights take", "--memory"]),
     (["--memory", "8G", "--in", "9000"], ["9256", "8192"]),
     (["--plan-machine", "gtx1"], ["gtx1", "h100"]),
+    (["--plan-machine", "h100", "--kv-cache-dtype", "f16"], ["--kv-cache-dtype f16", "bf16, fp8 or int8"]),
+    (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype fp8", "f16, bf16 or int8"]),
     (["--qps", "0"], ["--qps"]),
     (["--plan-cached", "1"], ["--plan-cached"]),
 ])
@@ -72,6 +75,13 @@ def test_what_cannot_be_planned_is_refused_in_a_line(flags, words):
     assert len(done.stderr.splitlines()) == 1
     for word in words:
         assert word in done.stderr
+
+
+def test_an_unknown_architecture_is_refused_in_the_workers_words(tmp_path):
+    path = str(tmp_path / "model.gguf")
+    toy_model.random_model(path, metadata={"general.architecture": ("str", "mamba")})
+    done = plan("--memory", "8G", *RATES, model=path)
+    assert done.returncode == 1 and 'architecture "mamba" is not supported (llama, ' in done.stderr
 
 
 def test_plan_flags_without_plan_are_refused():

@@ -1,6 +1,7 @@
 """kvgate-quantize on Hugging Face folders: its files are read by the safetensors package and mean what their formats say."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 import safetensors
 
+import hf_folder
 import toy_model
 from conftest import BUILD, ROOT
 
-QUANTIZE = os.path.join(BUILD, "kvgate-quantize")
+QUANTIZE, SCORE = os.path.join(BUILD, "kvgate-quantize"), os.path.join(BUILD, "kvgate-score")
 SHAPE = toy_model.Shape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256)
 LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
@@ -106,6 +108,57 @@ def test_lm_head_on_request(folder, tmp_path):
     assert quantize(folder, tmp_path / "a", "--format", "w8a8", "--lm-head").returncode == 0
     assert load(tmp_path / "a")["lm_head.weight"][0] == "I8"
     assert json.load(open(tmp_path / "a" / "config.json"))["quantization_config"]["ignore"] == []
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A folder whose tokenizer is a real one, so that a text calibrates it (480 tokens: lm_head is packed in 8s); a text that does, and another."""
+    path, vocab = tmp_path_factory.mktemp("spoken"), toy_model.Vocabulary(pieces=[f"piece{i}" for i in range(221)])
+    toy_model.random_model(str(path / "toy.gguf"), vocab, SHAPE, seed=4)
+    subprocess.run([sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), str(path / "toy.gguf"), str(path / "hf")], check=True, timeout=120)
+    hf_folder.write_tokenizer(path / "hf", hf_folder.byte_level(), {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"})
+    text = "".join("abcdefgh ijk"[i * i * 7 % 11] for i in range(12000))
+    (path / "seen.txt").write_text(text[:4000])
+    (path / "unseen.txt").write_text(text[4001:])
+    return path
+
+
+def divergence(model, base, text):
+    done = subprocess.run([SCORE, "--model", model, "--base", base, "--text", text, "--tokens", "500", "--context", "64", "--skip", "8"], capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()[1:]]
+    return sum(line["kl"] for line in lines) / sum(line["tokens"] for line in lines)
+
+
+def test_layers_are_calibrated_and_lm_head_is_rounded(spoken, tmp_path):
+    flags = ["--format", "gptq-int4", "--group", 32, "--lm-head"]
+    calibration = ["--calibration", spoken / "seen.txt", "--context", 64, "--tokens", 2048]
+    for name, more in (("rounded", []), ("gptq", calibration), ("passes", [*calibration, "--memory", 1])):
+        done = quantize(spoken / "hf", tmp_path / name, *flags, *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("calibrating layers") == {"rounded": 0, "gptq": 1, "passes": 2}[name]
+    rounded, gptq, passes = (load(tmp_path / name) for name in ("rounded", "gptq", "passes"))
+    for name in gptq:
+        assert gptq[name][0] == rounded[name][0] and np.array_equal(gptq[name][1], passes[name][1])
+        calibrated = name.endswith(".qweight") and not name.startswith("lm_head")
+        assert calibrated or name.endswith(".scales") or np.array_equal(gptq[name][1], rounded[name][1])
+    for name in names():
+        assert not np.array_equal(gptq[name + ".qweight"][1], rounded[name + ".qweight"][1])
+    assert np.array_equal(gptq["lm_head.scales"][1], rounded["lm_head.scales"][1])
+    kl = {name: divergence(tmp_path / name, spoken / "hf", spoken / "unseen.txt") for name in ("rounded", "gptq")}
+    assert 0 < kl["gptq"] < kl["rounded"], kl
+
+
+def test_long_names_are_kept_whole(spoken, tmp_path):
+    shutil.copytree(spoken / "hf", tmp_path / "in")
+    tensors = {name: array for name, (_, array) in load(spoken / "hf").items()}
+    extra = {"x" * 300 + end: np.full(3, i, "<f4") for i, end in enumerate("ab")}
+    hf_folder.write_weights(tmp_path / "in", {**tensors, **extra, "y" * 512: np.zeros(1, "<f4")})
+    done = quantize(tmp_path / "in", tmp_path / "out", "--format", "w8a8")
+    assert done.returncode == 0, done.stderr
+    out = load(tmp_path / "out")
+    assert "y" * 512 in out and all(np.array_equal(out[name][1], extra[name]) for name in extra)
 
 
 def test_what_is_quantized_or_exists_is_refused_and_nothing_is_left(folder, tmp_path):

@@ -9,7 +9,11 @@ RETRIES, TIMEOUT_S = 5, 600
 
 
 class Unanswered(Exception):
-    """The endpoint gave no answer, after retries where they make sense."""
+    """The endpoint gave no answer, after retries where they make sense. status: of its last reply; None where there was none."""
+
+    def __init__(self, message, status=None):
+        super().__init__(message)
+        self.status = status
 
 
 class Endpoint:
@@ -46,21 +50,21 @@ class Endpoint:
 
     def call(self, method, path, body=None):
         """The reply's JSON. 503, 429 and broken connections are tried again, other statuses are not."""
-        why = ""
+        why, status = "", None
         for attempt in range(RETRIES):
             if attempt:
                 time.sleep(min(8, 0.25 * 2 ** attempt))
             try:
                 status, raw = self._once(method, path, body)
             except (OSError, http.client.HTTPException) as error:
-                why = f"{type(error).__name__}: {error}"
+                why, status = f"{type(error).__name__}: {error}", None
                 continue
             if status == 200:
                 return json.loads(raw)
             why = f"{status}: {raw[:200].decode(errors='replace')}"
             if status not in (429, 500, 502, 503, 504):
                 break
-        raise Unanswered(f"{self.url}: {why}")
+        raise Unanswered(f"{self.url}: {why}", status)
 
     def served_model(self):
         """The model's name: what was given, else the first that the endpoint lists."""

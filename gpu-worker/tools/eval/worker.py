@@ -45,8 +45,14 @@ class Worker:
         self.log.seek(0)
         return self.log.read()[-1000:]
 
+    def _end_because(self, why):
+        text = self._log_end()
+        self.__exit__()
+        raise NotStarted(f"{' '.join(self.command)} {why}:\n{text}")
+
     def __enter__(self):
-        self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        env = {name: value for name, value in os.environ.items() if name != "KVGATE_API_KEY"}  # that one is for other endpoints
+        self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=env)
         endpoint, end = Endpoint(f"http://127.0.0.1:{self.port}", model="model"), time.monotonic() + START_S
         while True:
             try:
@@ -54,12 +60,13 @@ class Worker:
                     pass
                 endpoint.call("GET", "/models")
                 return endpoint
-            except (OSError, Unanswered):
+            except OSError:
                 pass
+            except Unanswered as error:
+                if error.status == 401:
+                    self._end_because("wants an API key (it answers 401); one started here must not be given any")
             if self.process.poll() is not None or time.monotonic() > end:
-                text = self._log_end()
-                self.__exit__()
-                raise NotStarted(f"{' '.join(self.command)} did not start:\n{text}")
+                self._end_because("did not start")
             time.sleep(0.1)
 
     def __exit__(self, *_):
