@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #include "gpu-worker/backend/backend.h"
@@ -47,11 +46,6 @@ static void add_layers(struct capacity *out, const struct kvg_gguf *gguf)
             out->ggml_type = type;
 }
 
-static const struct quant_format *float_format(enum safetensors_dtype dtype)
-{
-    return dtype == ST_F32 ? &quant_f32 : dtype == ST_F16 ? &quant_f16 : dtype == ST_BF16 ? &quant_bf16 : NULL;
-}
-
 /* In which format the folder's matrix `name` is multiplied. */
 static int folder_format(const struct loader *loader, const char *name, const struct quant_format **out, struct kvg_error *err)
 {
@@ -59,7 +53,7 @@ static int folder_format(const struct loader *loader, const char *name, const st
     bool quantized = quantized_has(&loader->quantization, loader->folder, name);
     if (!quantized && !tensor)
         return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
-    *out = quantized ? quantized_format(&loader->quantization) : float_format(tensor->dtype);
+    *out = quantized ? quantized_format(&loader->quantization) : safetensors_format(tensor->dtype);
     return *out ? 0
                 : kvg_fail(err, KVG_UNSUPPORTED, "tensor %s has type %s, which is not supported", name,
                            safetensors_dtype_name(tensor->dtype));
@@ -123,15 +117,10 @@ static int read_header(struct capacity *out, const struct loader *loader, struct
 int capacity_read(struct capacity *out, const char *path, struct kvg_error *err)
 {
     struct kvg_gguf *gguf;
-    struct safetensors *folder = NULL;
+    struct safetensors *folder;
     struct loader loader = {0};
-    struct stat st;
-    int failed = kvg_gguf_open(&gguf, path, err);
-    if (failed)
-        return failed;
+    int failed = loader_open_files(path, &gguf, &folder, err);
     *out = (struct capacity){0};
-    if (stat(path, &st) == 0 && S_ISDIR(st.st_mode))
-        failed = safetensors_open(&folder, path, err);
     loader.folder = folder;
     if (!failed && !(failed = loader_init(&loader, gguf, NULL, err)))
         failed = read_header(out, &loader, err);

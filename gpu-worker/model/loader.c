@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/family.h"
 #include "gpu-worker/model/watch.h"
@@ -12,6 +13,16 @@ enum { KEY_SIZE = 96, FREQUENCIES_MAX = 512 };
 static size_t n_tensors(const struct loader *loader)
 {
     return loader->folder ? loader->folder->n_tensors : loader->gguf->n_tensors;
+}
+
+int loader_open_files(const char *path, struct kvg_gguf **gguf, struct safetensors **folder, struct kvg_error *err)
+{
+    struct stat st;
+    *folder = NULL;
+    int failed = kvg_gguf_open(gguf, path, err);
+    if (!failed && stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        failed = safetensors_open(folder, path, err);
+    return failed;
 }
 
 static int choose_family(struct loader *loader, struct kvg_error *err)
@@ -322,11 +333,7 @@ static bool find_folder(const struct loader *loader, const char *name, struct so
     const struct safetensors_tensor *tensor = safetensors_find(loader->folder, name);
     if (!tensor)
         return false;
-    const struct quant_format *format = tensor->dtype == ST_F32    ? &quant_f32
-                                        : tensor->dtype == ST_F16  ? &quant_f16
-                                        : tensor->dtype == ST_BF16 ? &quant_bf16
-                                                                   : NULL;
-    *out = (struct source){.format = format,
+    *out = (struct source){.format = safetensors_format(tensor->dtype),
                            .type = safetensors_dtype_name(tensor->dtype),
                            .data = tensor->data,
                            .n_bytes = tensor->n_bytes,

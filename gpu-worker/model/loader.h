@@ -52,6 +52,10 @@ struct loader {
     const struct model_watch *watch; /* is told of every matrix; NULL = none */
 };
 
+/* path: a GGUF file, which has metadata and tensors, or a folder's metadata (*gguf) and its tensors (*folder, NULL of a file).
+ * The caller closes both, after a failure too: each is NULL or open. */
+int loader_open_files(const char *path, struct kvg_gguf **gguf, struct safetensors **folder, struct kvg_error *err);
+
 /* backend: NULL where no tensor will be loaded. KVG_UNSUPPORTED: no family of this architecture. loader_free after failures too.
  */
 int loader_init(struct loader *loader, const struct kvg_gguf *gguf, struct backend *backend, struct kvg_error *err);

@@ -1,7 +1,6 @@
 #include "gpu-worker/model/model.h"
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include "gpu-worker/backend/backend.h"
 #include "gpu-worker/backend/cuda_plugin.h"
 #include "gpu-worker/log.h"
@@ -65,16 +64,6 @@ static int open_device(struct model *model, struct kvg_error *err)
     return failed;
 }
 
-/* A folder's metadata and its tensors, or a file with both. */
-static int open_files(struct model *model, struct kvg_error *err)
-{
-    struct stat st;
-    int failed = kvg_gguf_open(&model->gguf, model->options.path, err);
-    if (!failed && stat(model->options.path, &st) == 0 && S_ISDIR(st.st_mode))
-        failed = safetensors_open(&model->folder, model->options.path, err);
-    return failed;
-}
-
 static int load_weights(struct model *model, struct kvg_error *err)
 {
     struct loader loader = {.folder = model->folder,
@@ -135,7 +124,8 @@ int model_open(struct model **out, const struct model_options *options, struct k
     model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
     if (!model->seqs)
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
-    else if (!(failed = open_files(model, err)) && !(failed = open_device(model, err)))
+    else if (!(failed = loader_open_files(model->options.path, &model->gguf, &model->folder, err)) &&
+             !(failed = open_device(model, err)))
         failed = load_weights(model, err);
     if (failed) {
         model_close(model);

@@ -64,7 +64,7 @@ static int take_part(const struct reading *m, const struct safetensors_tensor **
     uint32_t n_dims = second ? 2 : 1, group = m->quantization->group ? m->quantization->group : m->cols;
     if (!t)
         return kvg_fail(m->err, KVG_FILE, "tensor %s%s is missing", m->base, part);
-    if (dtype == ST_DTYPES ? t->dtype != ST_F16 && t->dtype != ST_BF16 && t->dtype != ST_F32 : t->dtype != dtype)
+    if (dtype == ST_DTYPES ? !safetensors_format(t->dtype) : t->dtype != dtype)
         return kvg_fail(m->err, KVG_FILE, "tensor %s%s has type %s, expected %s", m->base, part, safetensors_dtype_name(t->dtype),
                         dtype == ST_DTYPES ? "F16, BF16 or F32" : safetensors_dtype_name(dtype));
     if (t->n_dims != n_dims || t->shape[0] != first || t->shape[1] != (second ? second : 1))

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "gpu-worker/quant/quant.h"
 
 enum {
     PREFIX_BYTES = 8,
@@ -47,9 +48,9 @@ const char *safetensors_dtype_name(enum safetensors_dtype dtype)
     return dtypes[dtype].name;
 }
 
-uint32_t safetensors_dtype_bytes(enum safetensors_dtype dtype)
+const struct quant_format *safetensors_format(enum safetensors_dtype dtype)
 {
-    return dtypes[dtype].bytes;
+    return dtype == ST_F32 ? &quant_f32 : dtype == ST_F16 ? &quant_f16 : dtype == ST_BF16 ? &quant_bf16 : NULL;
 }
 
 /* A string of the file as it may be shown: printable ASCII, cut. */
@@ -249,7 +250,6 @@ static int read_file(struct handle *handle, uint32_t number, struct kvg_error *e
         if (kvg_str_eq(header->items[i].key, "__metadata__")) {
             if (header->items[i].type != KVG_JSON_OBJECT)
                 return kvg_fail(err, KVG_FILE, "%s: __metadata__ is no object", file->name);
-            file->metadata = &header->items[i];
             continue;
         }
         if ((failed = read_tensor(&header->items[i], file, &first[count], err)))

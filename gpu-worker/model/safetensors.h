@@ -12,6 +12,8 @@
 #include "libprompt/error.h"
 #include "libprompt/json.h"
 
+struct quant_format;
+
 enum { SAFETENSORS_DIMS = 8, SAFETENSORS_NAME = 512 /* most bytes of a name */ };
 
 enum safetensors_dtype {
@@ -48,7 +50,6 @@ struct safetensors_file {
     const unsigned char *map;
     size_t size;
     uint64_t data_offset;
-    struct kvg_json *metadata; /* the object "__metadata__", or NULL */
 };
 
 struct safetensors {
@@ -70,6 +71,7 @@ const struct safetensors_tensor *safetensors_find(const struct safetensors *chec
 /* The tensor's bytes leave this process' memory; the file gives them again where they are read later. */
 void safetensors_release(const struct safetensors *checkpoint, const struct safetensors_tensor *tensor);
 
-/* "BF16"; bytes of one value. */
+/* "BF16". */
 const char *safetensors_dtype_name(enum safetensors_dtype dtype);
-uint32_t safetensors_dtype_bytes(enum safetensors_dtype dtype);
+/* The format of gpu-worker/quant that its bytes are: of F32, F16 and BF16; NULL of others. */
+const struct quant_format *safetensors_format(enum safetensors_dtype dtype);

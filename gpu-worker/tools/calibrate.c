@@ -7,6 +7,7 @@
 #include "gpu-worker/model/model.h"
 #include "gpu-worker/model/watch.h"
 #include "gpu-worker/tools/gptq.h"
+#include "gpu-worker/tools/progress.h"
 #include "libprompt/prompt.h"
 
 enum { BLOCK = 32, ROWS = 256, OUTPUT_STEP = 4, NO_LAYER = -1, MOST_LINE = 64 << 20 };
@@ -33,7 +34,7 @@ struct calibration {
     struct model_watch watch;
     struct matrix *matrices;
     size_t n_matrices, room;
-    uint32_t first, last; /* layers that are summed now */
+    uint32_t first, last; /* layers whose sums are at hand; none are below first */
     uint32_t *ids;
     size_t n_ids;
     bool failed; /* memory ran out inside a forward */
@@ -257,19 +258,15 @@ void calibration_close(struct calibration *c)
     free(c);
 }
 
-uint32_t calibration_tokens(const struct calibration *c)
+/* Whole sequences. */
+static uint32_t n_tokens(const struct calibration *c)
 {
     return (uint32_t)(c->n_ids / c->options.context * c->options.context);
 }
 
-uint32_t calibration_layers(const struct calibration *c)
-{
-    return model_info(c->model)->n_layers;
-}
-
 /* Three distinct inputs of the hidden size and one of the feed-forward's, more or less by family: an upper bound of what is kept.
  */
-uint64_t calibration_layer_bytes(const struct calibration *c)
+static uint64_t layer_bytes(const struct calibration *c)
 {
     uint64_t bytes = 0;
     for (size_t i = 0; i < c->n_matrices; i++)
@@ -290,8 +287,8 @@ static int forward(struct calibration *c, const uint32_t *ids, uint32_t n, uint3
     return model_forward(c->model, &batch, err);
 }
 
-int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (*advance)(void *context, uint64_t tokens),
-                    void *context, struct kvg_error *err)
+/* The text once through the model, for the sums of layers first..last - 1. */
+static int run_text(struct calibration *c, uint32_t first, uint32_t last, struct progress_bar *bar, struct kvg_error *err)
 {
     uint32_t n_blocks = (c->options.context + BLOCK - 1) / BLOCK, *blocks = calloc(n_blocks, sizeof *blocks);
     int failed = blocks ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a block table");
@@ -302,16 +299,32 @@ int calibration_run(struct calibration *c, uint32_t first, uint32_t last, void (
     drop_sums(c);
     c->first = first;
     c->last = last;
-    for (uint32_t at = 0; at < calibration_tokens(c) && !failed; at += c->options.context)
+    for (uint32_t at = 0; at < n_tokens(c) && !failed; at += c->options.context)
         for (uint32_t past = 0, n; past < c->options.context && !failed; past += n) {
             n = c->options.context - past < ROWS ? c->options.context - past : ROWS;
             failed = forward(c, c->ids + at + past, n, past, blocks, n_blocks, err);
             if (!failed && c->failed)
                 failed = kvg_fail(err, KVG_NOMEM, "no memory for the sums of layers %u to %u", first, last - 1);
-            advance(context, n);
+            progress_advance(bar, n);
         }
     openblas_set_num_threads(blas_threads);
     free(blocks);
+    return failed;
+}
+
+int calibration_reach(struct calibration *c, uint32_t layer, struct kvg_error *err)
+{
+    uint64_t fit = ((uint64_t)c->options.memory_mib << 20) / (layer_bytes(c) + 1);
+    uint32_t all = model_info(c->model)->n_layers, end = layer + (fit < 1 ? 1 : fit < all ? (uint32_t)fit : all);
+    struct progress_bar bar;
+    char title[48];
+    if (layer < c->last || layer >= all)
+        return 0;
+    end = end < all ? end : all;
+    snprintf(title, sizeof title, "calibrating layers %u to %u", layer, end - 1);
+    progress_begin(&bar, title, n_tokens(c));
+    int failed = run_text(c, layer, end, &bar, err);
+    progress_end(&bar);
     return failed;
 }
 
@@ -332,7 +345,7 @@ const float *calibration_sum(struct calibration *c, const char *name, uint32_t *
     return sum->values;
 }
 
-const float *calibration_factor(struct calibration *c, const char *name, double damping, uint32_t *n, struct kvg_error *err)
+const float *calibration_factor(struct calibration *c, const char *name, uint32_t *n, struct kvg_error *err)
 {
     struct kvg_error cause = {0};
     struct sum *sum = find_sum(c, name);
@@ -341,7 +354,7 @@ const float *calibration_factor(struct calibration *c, const char *name, double 
         return NULL;
     *n = sum->n;
     if (!sum->factored) {
-        int failed = gptq_prepare(sum->values, sum->n, damping, &cause);
+        int failed = gptq_prepare(sum->values, sum->n, CALIBRATION_DAMPING, &cause);
         if (failed) {
             kvg_fail(err, failed, "%.60s: %.200s", name, cause.message);
             return NULL;

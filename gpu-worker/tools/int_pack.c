@@ -1,12 +1,7 @@
 #include "gpu-worker/tools/int_pack.h"
 #include <math.h>
 #include "gpu-worker/quant/f16.h"
-
-static int nearest(float x, int low, int high)
-{
-    float rounded = roundf(x);
-    return rounded < (float)low ? low : rounded > (float)high ? high : (int)rounded;
-}
+#include "gpu-worker/tools/rounding.h"
 
 static float most_of(const float *x, uint64_t n)
 {
@@ -21,7 +16,7 @@ uint16_t int_pack_w8(const float *x, uint64_t n, int8_t *q)
     uint16_t bits = f32_to_bf16(most_of(x, n) / 127);
     float scale = bf16_to_f32(bits), inverse = scale > 0 ? 1 / scale : 0;
     for (uint64_t i = 0; i < n; i++)
-        q[i] = (int8_t)nearest(x[i] * inverse, -127, 127);
+        q[i] = (int8_t)rounding_nearest(x[i] * inverse, -127, 127);
     return bits;
 }
 
@@ -33,7 +28,7 @@ float int_pack_w4_scale(const float *x, uint32_t group)
 /* The code, 0 to 15. */
 static uint32_t code(float x, float scale)
 {
-    return (uint32_t)(scale > 0 ? nearest(x / scale, -8, 7) + 8 : 8);
+    return (uint32_t)(scale > 0 ? rounding_nearest(x / scale, -8, 7) + 8 : 8);
 }
 
 float int_pack_w4_nearest(float x, float scale)

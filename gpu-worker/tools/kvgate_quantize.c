@@ -110,7 +110,7 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
 
 int main(int argc, char **argv)
 {
-    struct quantize_flags flags = {.tokens = 16384, .context = 512, .memory_mib = 4096, .group = 128, .damping = 0.01};
+    struct quantize_flags flags = {.tokens = 16384, .context = 512, .memory_mib = 4096, .group = 128};
     struct kvg_error err = {0};
 
     read_flags(&flags, argc, argv);

@@ -7,7 +7,6 @@
 struct quantize_flags {
     const char *in, *out, *format, *calibration;
     uint32_t tokens, context, threads, memory_mib, group;
-    double damping;
     bool lm_head, awq; /* awq: instead of GPTQ */
 };
 

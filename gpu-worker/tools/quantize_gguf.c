@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include "gpu-worker/quant/f16.h"
 #include "gpu-worker/quant/quant.h"
 #include "gpu-worker/tools/awq.h"
 #include "gpu-worker/tools/calibrate.h"
@@ -132,12 +131,14 @@ static void decode_rows(void *context, uint64_t first, uint64_t last)
         quant_decode(rows->from, rows->source + r * bytes, rows->decoded + r * rows->cols, rows->cols);
 }
 
-static void encode_rows(void *context, uint64_t first, uint64_t last)
+static void convert_rows(void *context, uint64_t first, uint64_t last)
 {
     const struct rows *rows = context;
     size_t bytes = quant_row_bytes(rows->to, rows->cols);
-    for (uint64_t r = first; r < last; r++)
+    for (uint64_t r = first; r < last; r++) {
+        decode_rows(context, r, r + 1);
         rounding_encode(rows->to, rows->decoded + r * rows->cols, rows->cols, rows->encoded + r * bytes);
+    }
 }
 
 static int allocate(struct rows *rows, uint64_t n, struct kvg_error *err)
@@ -155,34 +156,11 @@ static int write_rounded(struct work *work, const struct kvg_gguf_tensor *tensor
     int failed = allocate(rows, CHUNK_ROWS, err);
     for (uint64_t r = 0, n; r < tensor->dims[1] && !failed; r += n, rows->source += n * in) {
         n = tensor->dims[1] - r < CHUNK_ROWS ? tensor->dims[1] - r : CHUNK_ROWS;
-        parallel_ranges(work->flags->threads, n, decode_rows, rows);
-        parallel_ranges(work->flags->threads, n, encode_rows, rows);
+        parallel_ranges(work->flags->threads, n, convert_rows, rows);
         failed = gguf_write_bytes(&work->writer, rows->encoded, n * out, err);
         progress_advance(&work->bar, n * rows->cols);
     }
     return failed;
-}
-
-static float q4_0_scale(const float *x, uint32_t group)
-{
-    return f16_to_f32(rounding_q4_0_scale(x));
-}
-
-static float q4_0_nearest(float x, float scale)
-{
-    return scale * (float)((int)rounding_q4_0_code(x, scale) - 8);
-}
-
-/* Numbers of the grid and the groups' scales -> the format's bytes. */
-static void pack_q4_0(const float *numbers, const float *scales, uint64_t n, uint8_t *out)
-{
-    for (uint64_t g = 0; g < n / QUANT_GROUP; g++, numbers += QUANT_GROUP, out += quant_q4_0.block_bytes) {
-        uint16_t bits = f32_to_f16(scales[g]);
-        memcpy(out, &bits, 2);
-        for (int i = 0; i < 16; i++)
-            out[2 + i] =
-                (uint8_t)(rounding_q4_0_code(numbers[i], scales[g]) | rounding_q4_0_code(numbers[16 + i], scales[g]) << 4);
-    }
 }
 
 /* ---- AWQ --------------------------------------------------------------------------------------------------------------- */
@@ -223,7 +201,7 @@ static const float *divided_by(const struct work *work, struct kvg_str name)
                                         : NULL;
 }
 
-static const struct gptq_grid q4_0_grid = {QUANT_GROUP, q4_0_scale, q4_0_nearest};
+static const struct gptq_grid q4_0_grid = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
 
 /* One set of scales of a layer: the matrices that share it are decoded, searched and dropped. */
 static int search_scales(struct work *work, int layer, int which, struct kvg_error *err)
@@ -309,8 +287,8 @@ static int round_matrix(struct work *work, const struct kvg_gguf_tensor *tensor,
     uint32_t n = 0, n_rows = (uint32_t)tensor->dims[1], cols = (uint32_t)rows->cols, threads = work->flags->threads;
     snprintf(name, sizeof name, "%.*s", (int)(tensor->name.len < 63 ? tensor->name.len : 63), tensor->name.bytes);
     err->code = KVG_OK;
-    const float *sums = work->flags->awq ? calibration_sum(work->calibration, name, &n)
-                                         : calibration_factor(work->calibration, name, work->flags->damping, &n, err);
+    const float *sums =
+        work->flags->awq ? calibration_sum(work->calibration, name, &n) : calibration_factor(work->calibration, name, &n, err);
     if (!sums && err->code != KVG_OK)
         return err->code;
     if (!sums || n != cols)
@@ -333,7 +311,7 @@ static int write_calibrated(struct work *work, const struct kvg_gguf_tensor *ten
         failed = round_matrix(work, tensor, rows, scales, err);
     }
     if (!failed) {
-        pack_q4_0(rows->decoded, scales, n * rows->cols, rows->encoded);
+        rounding_q4_0_pack(rows->decoded, scales, n * rows->cols, rows->encoded);
         failed = gguf_write_bytes(&work->writer, rows->encoded, n * quant_row_bytes(rows->to, rows->cols), err);
         progress_advance(&work->bar, n * rows->cols);
     }
@@ -362,23 +340,8 @@ static int write_tensor(struct work *work, size_t i, struct kvg_error *err)
 
 /* ---- the whole --------------------------------------------------------------------------------------------------------- */
 
-static void advance_calibration(void *context, uint64_t tokens)
-{
-    progress_advance(context, tokens);
-}
-
-/* Layers whose sums fit into memory together are calibrated in one pass. */
-static uint32_t layers_a_pass(const struct work *work)
-{
-    uint64_t fit = ((uint64_t)work->flags->memory_mib << 20) / (calibration_layer_bytes(work->calibration) + 1);
-    uint32_t all = calibration_layers(work->calibration);
-    return fit < 1 ? 1 : fit < all ? (uint32_t)fit : all;
-}
-
 static int write_all(struct work *work, struct kvg_error *err)
 {
-    uint32_t a_pass = work->calibration ? layers_a_pass(work) : 0;
-    int calibrated = 0; /* layers below it were */
     int searched = NO_LAYER;
     uint64_t numbers = 0;
     for (size_t i = 0; i < work->gguf->n_tensors; i++)
@@ -386,17 +349,8 @@ static int write_all(struct work *work, struct kvg_error *err)
     progress_begin(&work->bar, "quantizing", numbers);
     for (size_t i = 0; i < work->gguf->n_tensors; i++) {
         int layer = layer_of(work->plan[i].name), failed = 0;
-        if (work->calibration && layer >= calibrated) {
-            char title[48];
-            struct progress_bar bar;
-            uint32_t all = calibration_layers(work->calibration), end = (uint32_t)layer + a_pass;
-            end = end < all ? end : all;
-            snprintf(title, sizeof title, "calibrating layers %d to %u", layer, end - 1);
-            progress_begin(&bar, title, calibration_tokens(work->calibration));
-            failed = calibration_run(work->calibration, (uint32_t)layer, end, advance_calibration, &bar, err);
-            progress_end(&bar);
-            calibrated = (int)end;
-        }
+        if (work->calibration && layer != NO_LAYER)
+            failed = calibration_reach(work->calibration, (uint32_t)layer, err);
         if (!failed && work->flags->awq && layer > searched) {
             failed = search_layer(work, layer, err);
             searched = layer;
@@ -418,8 +372,8 @@ static int run(struct work *work, struct kvg_error *err)
     if ((failed = kvg_gguf_open(&work->gguf, work->flags->in, err)) || (failed = make_plan(work, err)))
         return failed;
     if (work->flags->calibration) {
-        struct calibration_options options = {work->flags->in, work->flags->calibration, work->flags->tokens,
-                                              work->flags->context, work->flags->threads};
+        struct calibration_options options = {work->flags->in,      work->flags->calibration, work->flags->tokens,
+                                              work->flags->context, work->flags->threads,     work->flags->memory_mib};
         if ((failed = calibration_open(&work->calibration, &options, err)))
             return failed;
     }

@@ -30,7 +30,6 @@ struct hf {
     char folder[PATH_SIZE]; /* OUT.PID.part */
     FILE *file;
     struct calibration *calibration;
-    uint32_t calibrated; /* layers below it were */
     struct progress_bar bar;
 };
 
@@ -62,11 +61,6 @@ static bool linear_name(struct kvg_str name, int *layer, char out[64])
             return true;
         }
     return false;
-}
-
-static const struct quant_format *float_format(enum safetensors_dtype dtype)
-{
-    return dtype == ST_F32 ? &quant_f32 : dtype == ST_F16 ? &quant_f16 : dtype == ST_BF16 ? &quant_bf16 : NULL;
 }
 
 static enum kind kind_of(const struct hf *hf, const struct safetensors_tensor *tensor)
@@ -113,13 +107,14 @@ static void add_header(struct kvg_buf *header, const char *name, size_t len, con
     kvg_buf_printf(header, ": {\"dtype\": \"%s\", \"shape\": [", dtype);
     for (uint32_t i = 0; i < n_dims; i++)
         kvg_buf_printf(header, "%s%llu", i ? ", " : "", (unsigned long long)shape[i]);
-    kvg_buf_printf(header, "], \"data_offsets\": [%llu, %llu]}", (unsigned long long)begin, (unsigned long long)(begin + bytes));
+    unsigned long long end = begin + bytes;
+    kvg_buf_printf(header, "], \"data_offsets\": [%llu, %llu]}", (unsigned long long)begin, end);
 }
 
 static int check_tensor(const struct hf *hf, const struct safetensors_tensor *t, struct kvg_error *err)
 {
     int shown = (int)(t->name.len < 100 ? t->name.len : 100);
-    if (!float_format(t->dtype) || t->n_dims != 2)
+    if (!safetensors_format(t->dtype) || t->n_dims != 2)
         return kvg_fail(err, KVG_UNSUPPORTED, "%.*s is %s of %u dimensions: only matrices of F32, F16 and BF16 are quantized",
                         shown, t->name.bytes, safetensors_dtype_name(t->dtype), t->n_dims);
     if (hf->format == GPTQ && (t->shape[1] % hf->flags->group || t->shape[0] % 8))
@@ -252,7 +247,7 @@ static int write_w4(struct hf *hf, struct matrix *m, const char *name, struct kv
     if (!m->scales)
         return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
     if (hf->calibration && name) {
-        const float *factor = calibration_factor(hf->calibration, name, hf->flags->damping, &n, err);
+        const float *factor = calibration_factor(hf->calibration, name, &n, err);
         if (!factor && err->code != KVG_OK)
             return err->code;
         if (!factor || n != m->cols)
@@ -265,27 +260,6 @@ static int write_w4(struct hf *hf, struct matrix *m, const char *name, struct kv
     return failed ? failed : write_packed_w4(hf, m, err);
 }
 
-static void advance(void *context, uint64_t work)
-{
-    progress_advance(context, work);
-}
-
-/* Layers whose sums fit into memory together go through the model in one pass. */
-static int calibrate_up_to(struct hf *hf, uint32_t layer, struct kvg_error *err)
-{
-    uint64_t fit = ((uint64_t)hf->flags->memory_mib << 20) / (calibration_layer_bytes(hf->calibration) + 1);
-    uint32_t all = calibration_layers(hf->calibration), end = layer + (fit < 1 ? 1 : fit < all ? (uint32_t)fit : all);
-    struct progress_bar bar;
-    char title[48];
-    end = end < all ? end : all;
-    snprintf(title, sizeof title, "calibrating layers %u to %u", layer, end - 1);
-    progress_begin(&bar, title, calibration_tokens(hf->calibration));
-    int failed = calibration_run(hf->calibration, layer, end, advance, &bar, err);
-    progress_end(&bar);
-    hf->calibrated = end;
-    return failed;
-}
-
 static int write_tensor(struct hf *hf, const struct safetensors_tensor *t, struct kvg_error *err)
 {
     char name[64];
@@ -294,10 +268,13 @@ static int write_tensor(struct hf *hf, const struct safetensors_tensor *t, struc
     if (kind_of(hf, t) == KEPT)
         return put(hf, t->data, t->n_bytes, err);
     bool linear = linear_name(t->name, &layer, name);
-    if (hf->calibration && layer >= (int)hf->calibrated && (failed = calibrate_up_to(hf, (uint32_t)layer, err)))
+    if (hf->calibration && linear && (failed = calibration_reach(hf->calibration, (uint32_t)layer, err)))
         return failed;
-    struct matrix m = {
-        .from = float_format(t->dtype), .source = t->data, .rows = t->shape[0], .cols = t->shape[1], .group = hf->flags->group};
+    struct matrix m = {.from = safetensors_format(t->dtype),
+                       .source = t->data,
+                       .rows = t->shape[0],
+                       .cols = t->shape[1],
+                       .group = hf->flags->group};
     m.values = malloc(m.rows * m.cols * sizeof *m.values);
     if (!m.values)
         return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu numbers", (unsigned long long)m.rows,
@@ -396,7 +373,7 @@ static int write_config(const struct hf *hf, const char *text, size_t n, struct 
         if (hf->format == W8A8)
             kvg_buf_printf(&out, w8a8_config, hf->flags->lm_head ? "" : "\"lm_head\"");
         else
-            kvg_buf_printf(&out, gptq_config, hf->flags->group, hf->flags->damping, hf->flags->lm_head ? "true" : "false");
+            kvg_buf_printf(&out, gptq_config, hf->flags->group, CALIBRATION_DAMPING, hf->flags->lm_head ? "true" : "false");
         kvg_buf_puts(&out, "\n}\n");
         snprintf(path, sizeof path, "%s/config.json", hf->folder);
         FILE *file = fopen(path, "wbx");
@@ -511,7 +488,8 @@ int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
         failed =
             kvg_fail(err, KVG_UNSUPPORTED, "--lm-head: %.200s has no lm_head.weight (it is tied to the embedding)", flags->in);
     if (!failed && flags->calibration) {
-        struct calibration_options options = {flags->in, flags->calibration, flags->tokens, flags->context, flags->threads};
+        struct calibration_options options = {flags->in,      flags->calibration, flags->tokens,
+                                              flags->context, flags->threads,     flags->memory_mib};
         failed = calibration_open(&hf.calibration, &options, err);
     }
     if (!failed && !(failed = order_tensors(&hf, err)))

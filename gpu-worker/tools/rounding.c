@@ -1,14 +1,6 @@
 #include "gpu-worker/tools/rounding.h"
-#include <math.h>
 #include <string.h>
 #include "gpu-worker/quant/f16.h"
-
-/* To the nearest whole number, halves away from zero, inside low..high. */
-static int nearest(float x, int low, int high)
-{
-    float rounded = roundf(x);
-    return rounded < (float)low ? low : rounded > (float)high ? high : (int)rounded;
-}
 
 static void encode_q8_0(const float *x, uint8_t *dst)
 {
@@ -19,30 +11,43 @@ static void encode_q8_0(const float *x, uint8_t *dst)
     float d = f16_to_f32(bits), inverse = d > 0 ? 1 / d : 0;
     memcpy(dst, &bits, 2);
     for (int i = 0; i < QUANT_GROUP; i++)
-        dst[2 + i] = (uint8_t)(int8_t)nearest(x[i] * inverse, -127, 127);
+        dst[2 + i] = (uint8_t)(int8_t)rounding_nearest(x[i] * inverse, -127, 127);
 }
 
-uint16_t rounding_q4_0_scale(const float *x)
+float rounding_q4_0_scale(const float *x, uint32_t group)
 {
     float extreme = 0;
-    for (int i = 0; i < QUANT_GROUP; i++)
+    for (uint32_t i = 0; i < group; i++)
         if (fabsf(x[i]) > fabsf(extreme))
             extreme = x[i];
-    return f32_to_f16(extreme / -8);
+    return f16_to_f32(f32_to_f16(extreme / -8));
 }
 
-uint8_t rounding_q4_0_code(float x, float scale)
+/* 0 to 15; 8 is zero. */
+static int q4_0_code(float x, float scale)
 {
-    return (uint8_t)(scale != 0 ? nearest(x / scale, -8, 7) + 8 : 8);
+    return scale != 0 ? rounding_nearest(x / scale, -8, 7) + 8 : 8;
+}
+
+float rounding_q4_0_nearest(float x, float scale)
+{
+    return scale * (float)(q4_0_code(x, scale) - 8);
+}
+
+void rounding_q4_0_pack(const float *x, const float *scales, uint64_t n, uint8_t *out)
+{
+    for (uint64_t g = 0; g < n / QUANT_GROUP; g++, x += QUANT_GROUP, out += quant_q4_0.block_bytes) {
+        uint16_t bits = f32_to_f16(scales[g]);
+        memcpy(out, &bits, 2);
+        for (int i = 0; i < 16; i++)
+            out[2 + i] = (uint8_t)(q4_0_code(x[i], scales[g]) | q4_0_code(x[16 + i], scales[g]) << 4);
+    }
 }
 
 static void encode_q4_0(const float *x, uint8_t *dst)
 {
-    uint16_t bits = rounding_q4_0_scale(x);
-    float d = f16_to_f32(bits);
-    memcpy(dst, &bits, 2);
-    for (int i = 0; i < 16; i++)
-        dst[2 + i] = (uint8_t)(rounding_q4_0_code(x[i], d) | rounding_q4_0_code(x[16 + i], d) << 4);
+    float scale = rounding_q4_0_scale(x, QUANT_GROUP);
+    rounding_q4_0_pack(x, &scale, QUANT_GROUP, dst);
 }
 
 int rounding_encode(const struct quant_format *format, const float *x, size_t n, void *dst)

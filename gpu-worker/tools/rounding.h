@@ -1,5 +1,6 @@
 /* Rows of f32 into the formats of gpu-worker/quant, by rounding each number to the nearest. */
 #pragma once
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/quant/quant.h"
@@ -8,6 +9,16 @@
  * number of largest magnitude / -8, so that it is represented exactly. Returns 0, or -1 where the format has no encoder. */
 int rounding_encode(const struct quant_format *format, const float *x, size_t n, void *dst);
 
-/* One group of 32 of Q4_0: the scale that `x` gets, as f16 bits, and the code of a number under it. */
-uint16_t rounding_q4_0_scale(const float *x);
-uint8_t rounding_q4_0_code(float x, float scale);
+/* The grid of Q4_0, as gptq.h wants one: the scale that a group of 32 gets, a number that f16 holds, and the number of the grid
+ * that is nearest to x. */
+float rounding_q4_0_scale(const float *x, uint32_t group);
+float rounding_q4_0_nearest(float x, float scale);
+/* x[0..n) under the scales [n / 32] of its groups -> Q4_0's bytes. */
+void rounding_q4_0_pack(const float *x, const float *scales, uint64_t n, uint8_t *out);
+
+/* To the nearest whole number, halves away from zero, inside low..high. */
+static inline int rounding_nearest(float x, int low, int high)
+{
+    float rounded = roundf(x);
+    return rounded < (float)low ? low : rounded > (float)high ? high : (int)rounded;
+}

@@ -112,6 +112,4 @@ def check(item, where):
 
 def score(item, text):
     options = options_of(item)
-    if options["type"] == "humaneval":
-        return humaneval(item, text, options)
     return KINDS[options["type"]](item, text, options)

@@ -20,17 +20,7 @@ static float random_number(void)
     return (float)(state_of_random >> 8) / (1 << 23) - 1;
 }
 
-static float scale_q4_0(const float *x, uint32_t group)
-{
-    return f16_to_f32(rounding_q4_0_scale(x));
-}
-
-static float nearest_q4_0(float x, float scale)
-{
-    return scale * (float)((int)rounding_q4_0_code(x, scale) - 8);
-}
-
-static const struct gptq_grid q4_0 = {QUANT_GROUP, scale_q4_0, nearest_q4_0};
+static const struct gptq_grid q4_0 = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
 
 /* Independent inputs of mean square 1; every 16th one of `large`. */
 static float *inputs(float large)
@@ -64,9 +54,9 @@ static double error_of(const float *w, const float *q, const float *s, const flo
 static void round_each(float *w)
 {
     for (int i = 0; i < ROWS * COLS; i += QUANT_GROUP) {
-        float scale = scale_q4_0(w + i, QUANT_GROUP);
+        float scale = rounding_q4_0_scale(w + i, QUANT_GROUP);
         for (int j = 0; j < QUANT_GROUP; j++)
-            w[i + j] = nearest_q4_0(w[i + j], scale);
+            w[i + j] = rounding_q4_0_nearest(w[i + j], scale);
     }
 }
 
@@ -129,7 +119,7 @@ static void clipping_is_never_worse_than_rounding(void **state)
     assert_true(error_of(w, clipped, NULL, h) < error_of(w, rounded, NULL, h));
     for (int i = 0; i < ROWS * COLS; i++) { /* on the grid, with a scale that f16 holds */
         float scale = scales[i / QUANT_GROUP];
-        assert_true(nearest_q4_0(clipped[i], scale) == clipped[i]);
+        assert_true(rounding_q4_0_nearest(clipped[i], scale) == clipped[i]);
         assert_true(f16_to_f32(f32_to_f16(scale)) == scale);
     }
     free(w);

@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include "gpu-worker/quant/f16.h"
 #include "gpu-worker/tools/gptq.h"
 #include "gpu-worker/tools/rounding.h"
 
@@ -59,24 +58,14 @@ static float *gram(const float *x, uint32_t tokens, uint32_t cols)
     return h;
 }
 
-static float scale_q4_0(const float *x, uint32_t group)
-{
-    return f16_to_f32(rounding_q4_0_scale(x));
-}
-
-static float nearest_q4_0(float x, float scale)
-{
-    return scale * (float)((int)rounding_q4_0_code(x, scale) - 8);
-}
-
-static const struct gptq_grid q4_0 = {QUANT_GROUP, scale_q4_0, nearest_q4_0};
+static const struct gptq_grid q4_0 = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
 
 static void round_each(float *w, uint32_t rows, uint32_t cols)
 {
     for (size_t i = 0; i < (size_t)rows * cols; i += QUANT_GROUP) {
-        float scale = scale_q4_0(w + i, QUANT_GROUP);
+        float scale = rounding_q4_0_scale(w + i, QUANT_GROUP);
         for (int j = 0; j < QUANT_GROUP; j++)
-            w[i + (size_t)j] = nearest_q4_0(w[i + (size_t)j], scale);
+            w[i + (size_t)j] = rounding_q4_0_nearest(w[i + (size_t)j], scale);
     }
 }
 
@@ -154,7 +143,7 @@ static void dependent_inputs_lose_far_less_than_by_rounding(void **state)
     for (int row = 0; row < ROWS; row++) /* every number lies on the grid of its group */
         for (int c = 0; c < COLS; c++) {
             float scale = scales[row * (COLS / 32) + c / 32];
-            assert_true(nearest_q4_0(q[row * COLS + c], scale) == q[row * COLS + c]);
+            assert_true(rounding_q4_0_nearest(q[row * COLS + c], scale) == q[row * COLS + c]);
         }
     free(x);
     free(h);
@@ -183,9 +172,10 @@ static void turns_of_columns_equal_one_column_after_the_other(void **state)
             if (i % 32 == 0) {
                 for (int j = 0; j < 32; j++)
                     now[j] = (float)row[i + j];
-                scale = scale_q4_0(now, 32);
+                scale = rounding_q4_0_scale(now, 32);
             }
-            double value = (double)nearest_q4_0((float)row[i], scale), error = (row[i] - value) / (double)u[i * COLS + i];
+            double value = (double)rounding_q4_0_nearest((float)row[i], scale),
+                   error = (row[i] - value) / (double)u[i * COLS + i];
             for (int j = i + 1; j < COLS; j++)
                 row[j] -= error * (double)u[i * COLS + j];
             differ += fabs(value - (double)q[r * COLS + i]) > 1e-3 * fabs((double)scale);
