@@ -11,4 +11,4 @@ static void decode(const void *src, float *dst, size_t n)
     }
 }
 
-const struct quant_format quant_bf16 = {"BF16", 30, 1, 2, 0, 0, QUANT_FLOAT, NULL, decode};
+const struct quant_format quant_bf16 = {"BF16", 30, 1, 2, 0, 0, QUANT_FLOAT, NULL, decode, 0, 0, 0x7f80};

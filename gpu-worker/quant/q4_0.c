@@ -19,4 +19,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     }
 }
 
-const struct quant_format quant_q4_0 = {"Q4_0", 2, 32, sizeof(struct q4_0_block), 4, 8, QUANT_SCALE, unpack, NULL};
+enum { D = offsetof(struct q4_0_block, d) };
+const struct quant_format quant_q4_0 = {"Q4_0", 2, 32, sizeof(struct q4_0_block), 4, 8, QUANT_SCALE, unpack, NULL, D, D, 0};

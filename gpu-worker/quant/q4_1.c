@@ -20,4 +20,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     }
 }
 
-const struct quant_format quant_q4_1 = {"Q4_1", 3, 32, sizeof(struct q4_1_block), 4, 0, QUANT_SCALE_MIN, unpack, NULL};
+enum { D = offsetof(struct q4_1_block, d), M = offsetof(struct q4_1_block, m) };
+const struct quant_format quant_q4_1 = {"Q4_1", 3, 32, sizeof(struct q4_1_block), 4, 0, QUANT_SCALE_MIN, unpack, NULL, D, M, 0};

@@ -21,4 +21,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
         out->q[i] = b.qs[group / 2 * 32 + i] >> 4 * (group & 1) & 15;
 }
 
-const struct quant_format quant_q4_k = {"Q4_K", 12, 256, sizeof(struct q4_k_block), 4, 0, QUANT_SUPER_MIN, unpack, NULL};
+enum { D = offsetof(struct q4_k_block, d), M = offsetof(struct q4_k_block, dmin) };
+const struct quant_format quant_q4_k = {"Q4_K", 12, 256, sizeof(struct q4_k_block), 4, 0, QUANT_SUPER_MIN, unpack, NULL, D, M, 0};

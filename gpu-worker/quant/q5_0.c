@@ -20,4 +20,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     }
 }
 
-const struct quant_format quant_q5_0 = {"Q5_0", 6, 32, sizeof(struct q5_0_block), 5, 16, QUANT_SCALE, unpack, NULL};
+enum { D = offsetof(struct q5_0_block, d) };
+const struct quant_format quant_q5_0 = {"Q5_0", 6, 32, sizeof(struct q5_0_block), 5, 16, QUANT_SCALE, unpack, NULL, D, D, 0};

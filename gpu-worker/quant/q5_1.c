@@ -21,4 +21,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     }
 }
 
-const struct quant_format quant_q5_1 = {"Q5_1", 7, 32, sizeof(struct q5_1_block), 5, 0, QUANT_SCALE_MIN, unpack, NULL};
+enum { D = offsetof(struct q5_1_block, d), M = offsetof(struct q5_1_block, m) };
+const struct quant_format quant_q5_1 = {"Q5_1", 7, 32, sizeof(struct q5_1_block), 5, 0, QUANT_SCALE_MIN, unpack, NULL, D, M, 0};

@@ -22,4 +22,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
         out->q[i] = (uint8_t)((b.qs[group / 2 * 32 + i] >> 4 * (group & 1) & 15) | (b.qh[i] >> group & 1) << 4);
 }
 
-const struct quant_format quant_q5_k = {"Q5_K", 13, 256, sizeof(struct q5_k_block), 5, 0, QUANT_SUPER_MIN, unpack, NULL};
+enum { D = offsetof(struct q5_k_block, d), M = offsetof(struct q5_k_block, dmin) };
+const struct quant_format quant_q5_k = {"Q5_K", 13, 256, sizeof(struct q5_k_block), 5, 0, QUANT_SUPER_MIN, unpack, NULL, D, M, 0};

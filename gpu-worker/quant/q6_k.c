@@ -23,4 +23,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
         out->q[i] = (uint8_t)((ql[i] >> 4 * (quarter / 2) & 15) | (qh[i] >> 2 * quarter & 3) << 4);
 }
 
-const struct quant_format quant_q6_k = {"Q6_K", 14, 256, sizeof(struct q6_k_block), 6, 32, QUANT_SUPER_16, unpack, NULL};
+enum { D = offsetof(struct q6_k_block, d) };
+const struct quant_format quant_q6_k = {"Q6_K", 14, 256, sizeof(struct q6_k_block), 6, 32, QUANT_SUPER_16, unpack, NULL, D, D, 0};

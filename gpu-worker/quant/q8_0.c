@@ -17,4 +17,5 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
         out->q[i] = (uint8_t)(b.qs[i] + 128);
 }
 
-const struct quant_format quant_q8_0 = {"Q8_0", 8, 32, sizeof(struct q8_0_block), 8, 128, QUANT_SCALE, unpack, NULL};
+enum { D = offsetof(struct q8_0_block, d) };
+const struct quant_format quant_q8_0 = {"Q8_0", 8, 32, sizeof(struct q8_0_block), 8, 128, QUANT_SCALE, unpack, NULL, D, D, 0};

@@ -38,29 +38,36 @@ int quant_group_finite(const struct quant_group *group)
 
 static int floats_finite(const struct quant_format *format, const uint8_t *row, size_t n)
 {
-    enum { STRETCH = 256 };
-    float x[STRETCH];
-    uint32_t bad = 0;
-    for (size_t at = 0; at < n; at += STRETCH) {
-        size_t m = n - at < STRETCH ? n - at : STRETCH;
-        format->decode(row + at * format->block_bytes, x, m);
-        for (size_t i = 0; i < m; i++)
-            bad |= (f32_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    uint32_t mask = format->exponent, bad = 0;
+    if (format->block_bytes == 4) {
+        for (size_t i = 0; i < n; i++) {
+            uint32_t x;
+            memcpy(&x, row + 4 * i, 4);
+            bad |= (x & mask) == mask;
+        }
+        return !bad;
+    }
+    for (size_t i = 0; i < n; i++) {
+        uint16_t x;
+        memcpy(&x, row + 2 * i, 2);
+        bad |= (x & mask) == mask;
     }
     return !bad;
 }
 
 int quant_row_finite(const struct quant_format *format, const void *row, size_t n)
 {
+    const uint8_t *block = row;
+    uint32_t bad = 0;
     if (format->scales == QUANT_FLOAT)
         return floats_finite(format, row, n);
-    struct quant_group group;
-    for (size_t g = 0; g < n / QUANT_GROUP; g += format->block_values / QUANT_GROUP) {
-        quant_unpack(format, row, g, &group); /* a block's groups share its scales */
-        if (!quant_group_finite(&group))
-            return 0;
+    for (size_t i = 0; i < n / format->block_values; i++, block += format->block_bytes) {
+        uint16_t d, m;
+        memcpy(&d, block + format->d_at, 2);
+        memcpy(&m, block + format->m_at, 2);
+        bad |= !f16_finite(d) | !f16_finite(m);
     }
-    return 1;
+    return !bad;
 }
 
 static void decode_group(const struct quant_format *format, const struct quant_group *group, float *dst)

@@ -35,6 +35,8 @@ struct quant_format {
     enum quant_scales scales;
     void (*unpack)(const void *block, uint32_t group, struct quant_group *out); /* quantized formats: group of one block */
     void (*decode)(const void *src, float *dst, size_t n);                      /* float formats: n values */
+    uint32_t d_at, m_at; /* quantized formats: bytes of a block before its f16 d and m; without m both are d's */
+    uint32_t exponent;   /* float formats: bits of the exponent in a value, all set in infinities and NaN; else 0 */
 };
 
 #define QUANT_FORMAT(name) extern const struct quant_format quant_##name;

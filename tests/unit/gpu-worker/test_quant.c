@@ -149,6 +149,58 @@ static void test_every_f16_survives_the_round_trip(void **unused)
     assert_int_equal(f32_to_f16(1.0f + 0x1.8p-10f + 0x1p-24f), 0x3c02); /* just above a tie */
 }
 
+/* Against the groups as they are handed out, and floats as they are decoded; every second row is of ordinary numbers. */
+static void test_a_row_is_finite_where_its_numbers_are(void **unused)
+{
+    enum { BLOCKS = 3, ROUNDS = 4000 };
+    for (size_t f = 0; quant_at(f); f++) {
+        const struct quant_format *format = quant_at(f);
+        size_t n = BLOCKS * format->block_values;
+        int n_finite = 0;
+        for (int round = 0; round < ROUNDS; round++) {
+            uint8_t row[BLOCKS * 256];
+            int finite = 1;
+            for (size_t b = 0; b < BLOCKS; b++)
+                random_block(format->name, row + b * format->block_bytes, format->block_bytes);
+            for (size_t i = 0; round % 2 && i < BLOCKS * format->block_bytes; i++)
+                row[i] |= (uint8_t)(next_random() % 4 ? 0 : 0x7f);
+            if (format->scales == QUANT_FLOAT) {
+                float out[BLOCKS];
+                quant_decode(format, row, out, n);
+                for (size_t i = 0; i < n; i++)
+                    finite &= isfinite(out[i]) != 0;
+            }
+            for (size_t g = 0; format->scales != QUANT_FLOAT && g < n / QUANT_GROUP; g++) {
+                struct quant_group group;
+                quant_unpack(format, row, g, &group);
+                finite &= quant_group_finite(&group);
+            }
+            if (quant_row_finite(format, row, n) != finite)
+                fail_msg("%s: a row is said to be %sfinite", format->name, finite ? "not " : "");
+            n_finite += finite;
+        }
+        assert_true(n_finite > 0 && n_finite < ROUNDS);
+    }
+}
+
+/* One value that is none, in every place of a row. */
+static void test_one_infinity_in_a_row_is_found(void **unused)
+{
+    for (size_t f = 0; quant_at(f); f++) {
+        const struct quant_format *format = quant_at(f);
+        size_t blocks = 37;
+        uint8_t row[37 * 256] = {0};
+        assert_true(quant_row_finite(format, row, blocks * format->block_values));
+        for (size_t b = 0; b < blocks; b++) {
+            uint8_t *high = row + b * format->block_bytes + (strcmp(format->name, "Q6_K") == 0 ? 208 : 0) +
+                            (format->scales == QUANT_FLOAT ? format->block_bytes - 2 : 0);
+            memcpy(high, format->block_bytes == 4 || format == &quant_bf16 ? "\x80\xff" : "\0\xfc", 2);
+            assert_false(quant_row_finite(format, row, blocks * format->block_values));
+            memset(high, 0, 2);
+        }
+    }
+}
+
 static void test_rows_are_whole_blocks_and_ids_are_unique(void **unused)
 {
     assert_int_equal(quant_row_bytes(&quant_q4_k, 512), 288);
@@ -166,6 +218,8 @@ int main(void)
         cmocka_unit_test(test_codes_are_in_range),
         cmocka_unit_test(test_float_formats_are_exact),
         cmocka_unit_test(test_every_f16_survives_the_round_trip),
+        cmocka_unit_test(test_a_row_is_finite_where_its_numbers_are),
+        cmocka_unit_test(test_one_infinity_in_a_row_is_found),
         cmocka_unit_test(test_rows_are_whole_blocks_and_ids_are_unique),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
