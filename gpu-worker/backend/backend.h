@@ -152,8 +152,8 @@ struct backend_ops {
                           const struct backend_matmul *args);
     void (*normed_gated)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
                          const struct backend_gated *args);
-    /* out[r] = (cos, sin)(position of row r * frequency[i]), interleaved; frequencies [rotated / 2], out [n_rows, rotated]. The
-     * angle is exact to f64 rounding. */
+    /* out[r] = cosines and sines of position of row r * frequency[i], in an order of the backend's own, for rope_store;
+     * frequencies [rotated / 2], out [n_rows, rotated]. The angle is exact to f64 rounding. */
     void (*angles)(struct backend *backend, const struct tensor *frequencies, struct tensor *out);
     /* Rotates the first `rotated` dimensions of each head of q and k, and stores k and v of each row in the KV blocks (see
      * backend_kv_dtype).

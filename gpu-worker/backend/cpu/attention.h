@@ -55,7 +55,8 @@ struct attention_tile {
     const uint32_t *blocks;
     uint32_t kv_head, n_rows, last; /* last: the largest position */
     uint32_t segment;               /* the one to compute where the result is a partial state; else WHOLE */
-    bool next_head;                 /* the thread goes on with the same of the next kv head: its keys may be fetched ahead */
+    uint32_t begin, end;            /* positions of the keys that the thread goes through, call after call: to fetch ahead */
+    bool next_head;                 /* it goes on with the same positions of the next kv head */
     const float *q[ATTENTION_TILE]; /* [head_dim] each */
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */

@@ -648,14 +648,14 @@ V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_
     }
 }
 
-/* What to fetch two steps ahead: keys from `first` of a piece that goes from `begin` to `end`, after them those of the next. */
-static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t begin, uint32_t end, uint32_t first)
+/* What to fetch two steps ahead: keys from `first`, after the last of them those of the next head. */
+static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t first)
 {
     struct key_pages none = {0};
-    if (first <= end)
+    if (first <= tile->end)
         return find_pages(tile, tile->kv_head, first);
-    first -= end / KEY_TILE * KEY_TILE + KEY_TILE - begin;
-    return tile->next_head && first <= end ? find_pages(tile, tile->kv_head + 1, first) : none;
+    first -= tile->end / KEY_TILE * KEY_TILE + KEY_TILE - tile->begin;
+    return tile->next_head && first <= tile->end ? find_pages(tile, tile->kv_head + 1, first) : none;
 }
 
 /* One block of rows. Here the scores of the next keys are on their way while the softmax of these runs, and the keys after them
@@ -664,13 +664,12 @@ V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const st
                            const struct shape *shape, struct amx_scratch *s, uint32_t begin, uint32_t end,
                            const struct attention_state *state)
 {
-    uint32_t piece_begin = tile->segment == WHOLE ? 0 : begin, piece_end = tile->segment == WHOLE ? tile->last : end;
     struct operands ops, next_ops;
     struct key_pages pages = find_pages(tile, tile->kv_head, begin), next;
     prepare_keys(dtype, shape, s, &pages, &ops);
     score(dtype, width, shape, s, &ops, 0, false, s->s[0]);
     for (uint32_t first = begin, i = 0; first <= end; first += KEY_TILE, i++) {
-        struct key_pages ahead = pages_ahead(tile, piece_begin, piece_end, first + 2 * KEY_TILE);
+        struct key_pages ahead = pages_ahead(tile, first + 2 * KEY_TILE);
         float *scores = s->s[i & 1], *next_scores = s->s[(i + 1) & 1];
         bool masked = shape->low[0] < first + KEY_TILE - 1, more = end - first >= KEY_TILE, opening = i == 0, moved;
         if (opening)
@@ -856,12 +855,9 @@ ATTEND(attend_int8, KV_INT8)
 
 void attention_amx(struct kernels *out)
 {
-    memcpy(out->window_attention, out->attention, sizeof out->attention); /* those of AVX-512 */
-    out->attention[KV_F16] = (struct attention_kernels){store_f16, store_run_f16, attend_f16, combine};
-    out->attention[KV_BF16] = (struct attention_kernels){store_bf16, store_run_bf16, attend_bf16, combine};
-    out->attention[KV_INT8] = (struct attention_kernels){store_int8, NULL, attend_int8, combine};
-    for (int dtype = 0; dtype < KV_DTYPES; dtype++)
-        out->attention[dtype].fold = fold_next, out->attention[dtype].take = take;
+    out->attention[KV_F16] = (struct attention_kernels){store_f16, store_run_f16, attend_f16, combine, fold_next, take};
+    out->attention[KV_BF16] = (struct attention_kernels){store_bf16, store_run_bf16, attend_bf16, combine, fold_next, take};
+    out->attention[KV_INT8] = (struct attention_kernels){store_int8, NULL, attend_int8, combine, fold_next, take};
     out->attention_rows = ATTENTION_TILE;
     out->key_padding = 32;
     out->kv_auto = KV_BF16;

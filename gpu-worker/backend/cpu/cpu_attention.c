@@ -194,8 +194,10 @@ static void plan_common_tiles(struct cpu_backend *cpu)
             continue;
         find_candidates(cpu, s, &some);
         uint32_t n = best_common(&some);
-        if (n == 0 || n * WORTH < whole_segments(cpu, s) || !join(cpu, s, n, true))
+        if (n == 0 || n * WORTH < whole_segments(cpu, s))
             continue;
+        if (!join(cpu, s, n, true))
+            return;
         for (uint32_t i = 0; i < some.n; i++)
             if (some.common[i] >= n && !join(cpu, some.seq[i], n, false))
                 return;
@@ -327,7 +329,10 @@ static void describe_tile(const struct attention_job *job, const struct attentio
     tile->blocks = seq->blocks;
     tile->kv_head = kv_head;
     tile->n_rows = n < tile_rows ? n : tile_rows;
+    tile->last = seq->n_past + (first + tile->n_rows - 1) / group;
     tile->segment = piece->segment;
+    tile->begin = piece->segment == WHOLE ? 0 : piece->segment * SEGMENT;
+    tile->end = piece->segment == WHOLE || tile->last - tile->begin < SEGMENT ? tile->last : tile->begin + SEGMENT - 1;
     tile->next_head = cpu->plan->chunk > 1 && kv_head + 1 < cpu->kv.n_kv_heads;
     tile->scale = job->args->scale;
     tile->window = cpu->kv.windows ? cpu->kv.windows[job->args->layer] : 0;
@@ -336,7 +341,7 @@ static void describe_tile(const struct attention_job *job, const struct attentio
         size_t at = (size_t)(seq->first_row + token) * job->args->q->cols + (size_t)head * cpu->kv.head_dim;
         tile->q[i] = job->args->q->data + at;
         tile->out[i] = job->args->out->data + at;
-        tile->last = tile->position[i] = seq->n_past + token;
+        tile->position[i] = seq->n_past + token;
     }
 }
 
@@ -365,7 +370,8 @@ static void describe_common(const struct attention_job *job, const struct common
     tile->kv_head = kv_head;
     tile->window = 0;
     tile->n_rows = common->n_rows;
-    tile->last = common->n_segments * SEGMENT - 1;
+    tile->begin = 0;
+    tile->last = tile->end = common->n_segments * SEGMENT - 1;
     tile->next_head = false;
     tile->scale = job->args->scale;
     for (uint32_t i = 0; i < common->n_seqs; i++) {
@@ -410,6 +416,7 @@ static void attend_rest(struct cpu_backend *cpu, struct attention_tile *tile, co
     struct attention_state state = attention_state_at(scratch->states[1], tile->n_rows, cpu->kv.head_dim);
     kernels->take(tile, &total, &common, place->row);
     tile->segment = cpu->plan->commons[place->tile].n_segments;
+    tile->begin = tile->segment * SEGMENT;
     for (; tile->segment <= tile->last / SEGMENT; tile->segment++) {
         kernels->attend(tile, scratch, &state);
         kernels->fold(tile, &total, &state);

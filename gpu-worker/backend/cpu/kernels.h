@@ -39,5 +39,5 @@ void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts
                            const struct panel_store *store);
 void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
                          const struct panel_store *store);
-/* Sets the attention of AMX. */
+/* Sets the attention of AMX, but for layers with a window. */
 void attention_amx(struct kernels *out);

@@ -330,6 +330,13 @@ static void rotate(float *head, const float *angles, uint32_t rotated, enum rope
     }
 }
 
+#define VECTOR_ATTENTION                                                                                                         \
+    {                                                                                                                            \
+        [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},                   \
+        [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},                \
+        [KV_INT8] = {.store = store_int8, .attend = attend_int8, .combine = combine, .fold = fold, .take = take},                \
+    }
+
 const struct kernels KERNELS_SYMBOL = {
     .name = KERNELS_NAME,
     .quantize = quantize,
@@ -356,18 +363,8 @@ const struct kernels KERNELS_SYMBOL = {
     .silu_mul_panel = silu_mul_panel,
     .gelu_mul = gelu_mul,
     .rotate = rotate,
-    .attention =
-        {
-            [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},
-            [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},
-            [KV_INT8] = {.store = store_int8, .attend = attend_int8, .combine = combine, .fold = fold, .take = take},
-        },
-    .window_attention =
-        {
-            [KV_F16] = {.store = store_f16, .attend = attend_f16, .combine = combine, .fold = fold, .take = take},
-            [KV_BF16] = {.store = store_bf16, .attend = attend_bf16, .combine = combine, .fold = fold, .take = take},
-            [KV_INT8] = {.store = store_int8, .attend = attend_int8, .combine = combine, .fold = fold, .take = take},
-        },
+    .attention = VECTOR_ATTENTION,
+    .window_attention = VECTOR_ATTENTION,
     .attention_rows = 32,
     .key_padding = 16,
     .kv_auto = KV_F16,
