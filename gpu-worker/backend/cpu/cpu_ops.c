@@ -72,7 +72,7 @@ struct row_job {
     struct cpu_backend *cpu;
     const struct tensor *x, *weight;
     struct tensor *out;
-    float eps;
+    float eps, factor;
     const struct backend_rope *rope;
     const struct sample_row *rows;
     struct sample_result *results;
@@ -124,16 +124,33 @@ void cpu_head_rmsnorm(struct backend *backend, uint32_t n, struct tensor *x, con
     for_rows(job.cpu, n, x->cols, head_rows, &job);
 }
 
+static void scale_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    float *x = job->out->data, factor = job->factor;
+    for (size_t i = (size_t)first * job->out->cols; i < (size_t)end * job->out->cols; i++)
+        x[i] *= factor;
+}
+
 void cpu_scale(struct backend *backend, uint32_t n, struct tensor *x, float factor)
 {
-    for (size_t i = 0; i < (size_t)n * x->cols; i++)
-        x->data[i] *= factor;
+    struct row_job job = {.cpu = cpu_of(backend), .factor = factor, .out = x};
+    for_rows(job.cpu, n, x->cols, scale_rows, &job);
+}
+
+static void add_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct row_job *job = arg;
+    float *x = job->out->data;
+    const float *y = job->x->data;
+    for (size_t i = (size_t)first * job->out->cols; i < (size_t)end * job->out->cols; i++)
+        x[i] += y[i];
 }
 
 void cpu_add(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y)
 {
-    for (size_t i = 0; i < (size_t)n * x->cols; i++)
-        x->data[i] += y->data[i];
+    struct row_job job = {.cpu = cpu_of(backend), .x = y, .out = x};
+    for_rows(job.cpu, n, x->cols, add_rows, &job);
 }
 
 static void gelu_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)

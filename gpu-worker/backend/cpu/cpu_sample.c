@@ -320,6 +320,12 @@ static uint32_t first_allowed(uint32_t n, const struct sample_row *row)
     return 0;
 }
 
+/* It grows with z. No -0: keys and comparisons must agree. */
+static inline float weight_of(float z, float max, const struct sample_row *row)
+{
+    return (z - max) / row->temperature + 0.0f;
+}
+
 /* Log-probabilities after every parameter, up to a constant: w[n], 0 for the most likely id. False: there is no choice, *likely
  * is the token, and w is not filled. */
 static bool weigh_row(const float *logits, uint32_t n, const struct sample_row *row, float *w, uint32_t *likely)
@@ -337,7 +343,7 @@ static bool weigh_row(const float *logits, uint32_t n, const struct sample_row *
         *likely = first_allowed(n, row);
     else if (!greedy) {
         for (uint32_t i = 0; i < n; i++)
-            w[i] = (w[i] - max) / row->temperature + 0.0f; /* no -0: keys and comparisons must agree */
+            w[i] = weight_of(w[i], max, row);
         filter(w, n, row);
         return true;
     }
@@ -347,12 +353,6 @@ static bool weigh_row(const float *logits, uint32_t n, const struct sample_row *
 static bool is_unfiltered(uint32_t n, const struct sample_row *row)
 {
     return !(row->top_k && row->top_k < n) && !(row->top_p < 1) && !(row->min_p > 0);
-}
-
-/* The same expression as weigh_row()'s: the same bits. It grows with z. */
-static inline float weight_of(float z, float max, const struct sample_row *row)
-{
-    return (z - max) / row->temperature + 0.0f;
 }
 
 /* Ids of a stretch that can win by their weight. A NaN cannot. */

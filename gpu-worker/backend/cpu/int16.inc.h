@@ -9,10 +9,7 @@
  *   S = 2^16 top + 2^8 middle + bottom
  */
 
-enum {
-    INT16_RUN = 16,    /* groups */
-    INT16_AHEAD = 3072 /* bytes, as PREFETCH_AHEAD */
-};
+enum { INT16_RUN = 16 }; /* groups */
 
 V_INLINE float row_amax(const float *x, size_t n)
 {
@@ -119,7 +116,7 @@ V_INLINE void int16_rows(bool minimum, const uint8_t *panel, const struct acts *
         for (; g < stop; g++, cell += cell_bytes, sum += height) {
             if (h == 0)
                 for (size_t i = 0; i < cell_bytes; i += LINE)
-                    v_prefetch(cell + INT16_AHEAD + i);
+                    v_prefetch(cell + PREFETCH_AHEAD + i);
             V_UNROLL
             for (uint32_t i = 0; i < halves; i++)
                 int16_group(minimum, cell, h + i, a, plane + g / 2 * height * INT16_UNIT + g % 2 * QUANT_GROUP, sum, n, high[i],

@@ -1,4 +1,4 @@
-/* Products of many rows on 16 registers of 32 bytes (AVX2, AVX-VNNI); a part of kernels.inc.h.
+/* Products of many rows on 16 registers of 32 bytes (AVX2); a part of kernels.inc.h.
  *
  * Unpacking codes and scales costs more here than multiplying one row by them. So half a panel is unpacked, a chunk of its groups
  * at a time, and met by up to UNPACKED_ROWS rows while it lies in L1; the rows' sums wait in memory between chunks:
@@ -13,7 +13,7 @@
 enum { UNPACKED_GROUPS = 2 * INT16_RUN, UNPACKED_ROWS = 64, GROUP_LINES = 8 };
 
 struct unpacked_group {
-    u8x64 lines[GROUP_LINES]; /* as cell_line gives them; 8-bit codes signed where V_DOT8_SIGNED */
+    u8x64 lines[GROUP_LINES]; /* as cell_line gives them; 8-bit codes signed */
     union {
         struct half_scales scales;
         struct {
@@ -32,38 +32,26 @@ V_INLINE __m256i broadcast4(const int8_t *x)
 /* How many lines a run may have. */
 V_INLINE int run_lines(uint32_t bits)
 {
-#if defined(__AVXVNNI__)
-    return 4;
-#else
     return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
-#endif
 }
 
 /* Adds codes times x to the sum of a run. */
 V_INLINE __m256i run_add(bool first, __m256i sum, __m256i codes, __m256i x)
 {
-#if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(first ? _mm256_setzero_si256() : sum, codes, x);
-#else
     __m256i product = _mm256_maddubs_epi16(codes, x);
     return first ? product : _mm256_add_epi16(sum, product);
-#endif
 }
 
 V_INLINE __m256i run_end(__m256i sum)
 {
-#if defined(__AVXVNNI__)
-    return sum;
-#else
     return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-#endif
 }
 
 /* One run of n rows: lines `first` to `first` + `count` of a group. */
 V_INLINE void run_of_lines(uint32_t bits, const struct unpacked_group *w, const int8_t *q, size_t stride, int n, int first,
                            int count, i32x16 runs[])
 {
-    bool as_signed = bits == 8 && V_DOT8_SIGNED;
+    bool as_signed = bits == 8;
     V_UNROLL
     for (int i = 0; i < count; i++) {
         u8x64 line = w->lines[first + i], size = line;
@@ -91,7 +79,7 @@ V_INLINE void unpack_quant(uint32_t bits, enum quant_scales scales, const uint8_
         V_UNROLL
         for (int g = 0; g < GROUP_LINES; g++) {
             u8x64 line = cell_line(codes, bits, g);
-            __m256i flip = _mm256_set1_epi8((char)(bits == 8 && V_DOT8_SIGNED ? 0x80 : 0));
+            __m256i flip = _mm256_set1_epi8((char)(bits == 8 ? 0x80 : 0));
             out->lines[g] = (u8x64){_mm256_xor_si256(line.a, flip), _mm256_xor_si256(line.b, flip)};
         }
     }
@@ -143,9 +131,7 @@ V_INLINE void unpacked_quant_half(uint32_t bits, enum quant_scales scales, const
 {
     struct unpacked_group w[UNPACKED_GROUPS];
     size_t groups = a->cols / QUANT_GROUP;
-    int32_t offset = scales == QUANT_SCALE || scales == QUANT_SUPER_16 ? 1 << (bits - 1) : 0;
-    if (bits == 8 && V_DOT8_SIGNED)
-        offset = 0;
+    int32_t offset = bits < 8 && (scales == QUANT_SCALE || scales == QUANT_SUPER_16) ? 1 << (bits - 1) : 0;
     for (uint32_t i = 0; i < end - first; i++)
         acc[i] = v16_set1(0);
     for (size_t g = 0; g < groups; g += UNPACKED_GROUPS) {
@@ -190,18 +176,7 @@ V_INLINE void unpack_int16(bool minimum, const uint8_t *panel, size_t first, siz
 V_INLINE void unpacked_int16_dot(const struct unpacked_group *w, const int8_t *x, int n, i32x16 sum[])
 {
     i32x16 runs[4];
-#if defined(__AVXVNNI__)
-    i32x16 halves[4];
-    run_of_lines(4, w, x, INT16_UNIT, n, 0, 4, halves);
-    run_of_lines(4, w, x, INT16_UNIT, n, 4, 4, runs);
-    V_UNROLL
-    for (int r = 0; r < n; r++) {
-        runs[r].a = _mm256_blend_epi16(halves[r].a, _mm256_slli_epi32(runs[r].a, 16), 0xaa);
-        runs[r].b = _mm256_blend_epi16(halves[r].b, _mm256_slli_epi32(runs[r].b, 16), 0xaa);
-    }
-#else
     run_of_lines(4, w, x, INT16_UNIT, n, 0, GROUP_LINES, runs);
-#endif
     V_UNROLL
     for (int r = 0; r < n; r++) {
         sum[r].a = _mm256_add_epi32(sum[r].a, _mm256_madd_epi16(runs[r].a, w->s.a));
