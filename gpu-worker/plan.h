@@ -5,8 +5,10 @@
  * in the cache, and c = in + out / 2 the context of a request half way:
  *
  *   decode step of B requests   t(B) = max((W + B c b) / M,  B (2 N + 4 L H D c) / F)
- *   prompt                      p    = max(W / M,  (2 N_layers n + 2 L H D (in^2 - (in - n)^2) + 2 N_output) / F),  n = in (1 -
- * h) a request's share of time   s(B) = p + out t(B) / B a worker's requests/s       q(B) = share / s(B)
+ *   prompt                      p    = max(W / M,  (2 N_layers n + 2 L H D (in^2 - (in - n)^2) + 2 N_output) / F)
+ *                               with n = in (1 - h)
+ *   a request's share of time   s(B) = p + out t(B) / B
+ *   a worker's requests/s       q(B) = share / s(B)
  *
  * B is at most what the KV blocks hold ((in + out) tokens each, nothing shared) and --max-num-seqs. t(B) / B falls with B, so
  * workers = ceil(qps / q(most B)). At that number each worker has r = qps / workers requests/s, and by Little's law as many at

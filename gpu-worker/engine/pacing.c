@@ -19,14 +19,14 @@ static double decode_seconds(const struct pacing *pacing, uint32_t n_decodes)
     return n_decodes && pacing->decode.now ? step_cost_of(&pacing->decode, n_decodes) : 0;
 }
 
-static double target_seconds(const struct pacing *pacing, uint32_t n_decodes)
+static double target_seconds(const struct pacing *pacing, uint32_t n_decodes, uint32_t n_prompts)
 {
     if (n_decodes == 0)
         return alone;
     double target = fmin(fmax(decode_steps * decode_seconds(pacing, n_decodes), beside_streams), alone);
-    if (pacing->n_prompts < 2)
+    if (n_prompts < 2)
         return target;
-    return fmax(target, fmin(target * (1 + a_prompt_more * (pacing->n_prompts - 1.0) / n_decodes), beside_few));
+    return fmax(target, fmin(target * (1 + a_prompt_more * (n_prompts - 1.0) / n_decodes), beside_few));
 }
 
 /* The n of  row n + pair (n + KEYS_ROWS) (past + n / 2) = seconds;  0 where the keys alone take longer. */
@@ -38,14 +38,14 @@ static double rows_within(const struct pacing_fit *fit, double seconds, double p
     return left > 0 ? 2 * left / (a_row + sqrt(a_row * a_row + 2 * fit->pair * left)) : 0;
 }
 
-uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t past)
+uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t n_prompts, uint32_t past)
 {
     const struct pacing_fit *fit = &pacing->fit[n_decodes > 0];
     uint32_t room = pacing->most > n_decodes ? pacing->most - n_decodes : 0;
 
     if (pacing->fixed)
         return pacing->fixed < room ? pacing->fixed : room;
-    double seconds = target_seconds(pacing, n_decodes) / fit->drift - decode_seconds(pacing, n_decodes);
+    double seconds = target_seconds(pacing, n_decodes, n_prompts) / fit->drift - decode_seconds(pacing, n_decodes);
     double rows = rows_within(fit, seconds, past);
     if (rows < LEAST)
         rows = LEAST;

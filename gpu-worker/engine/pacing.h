@@ -28,7 +28,6 @@ struct pacing {
     uint32_t fixed;           /* tests: exactly this many; 0 = follow the fit */
     struct pacing_fit fit[2]; /* [1] while a stream decodes */
     struct step_cost decode;  /* steps of so many decode rows alone */
-    uint32_t n_prompts;       /* that want rows in the step to come */
 };
 
 /* What a step computed. */
@@ -38,6 +37,6 @@ struct pacing_step {
 };
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed);
-/* Prompt rows for a step that has n_decodes decode rows; `past` tokens lie before the first of them. */
-uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t past);
+/* Prompt rows for a step that has n_decodes decode rows while n_prompts prompts want rows; `past` tokens lie before the first. */
+uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t n_prompts, uint32_t past);
 void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds);

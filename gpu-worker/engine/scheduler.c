@@ -45,6 +45,7 @@ static void wait_in_order(struct scheduler *sched, struct sequence *seq)
     *(seq->younger ? &seq->younger->older : &sched->youngest) = seq;
     seq->state = SEQUENCE_WAITING;
     sched->n_waiting++;
+    sched->n_waiting_warm += seq->request->warm;
 }
 
 static void leave_waiting(struct scheduler *sched, struct sequence *seq)
@@ -52,6 +53,7 @@ static void leave_waiting(struct scheduler *sched, struct sequence *seq)
     *(seq->older ? &seq->older->younger : &sched->oldest) = seq->younger;
     *(seq->younger ? &seq->younger->older : &sched->youngest) = seq->older;
     sched->n_waiting--;
+    sched->n_waiting_warm -= seq->request->warm;
 }
 
 static void run_in_order(struct scheduler *sched, struct sequence *seq)
@@ -313,19 +315,14 @@ void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
     plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = plan->n_drafts = 0;
     plan_decodes(sched, plan);
     plan_drafts(sched, plan);
-    sched->pacing.n_prompts = count_prompts(sched);
-    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, next_past(sched));
+    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, count_prompts(sched), next_past(sched));
     if (plan_prefills(sched, plan, &room))
         plan_admissions(sched, plan, &room, now);
 }
 
 uint32_t sched_waiting(const struct scheduler *sched)
 {
-    uint32_t n = 0;
-
-    for (const struct sequence *seq = sched->oldest; seq; seq = seq->younger)
-        n += !seq->request->warm;
-    return n;
+    return sched->n_waiting - sched->n_waiting_warm;
 }
 
 uint64_t sched_backlog(const struct scheduler *sched)

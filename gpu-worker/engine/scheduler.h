@@ -33,8 +33,8 @@ struct scheduler {
     struct kv_cache *cache;
     struct pacing pacing;
     struct sequence *oldest, *youngest; /* waiting list, in order */
-    uint32_t n_waiting;
-    struct sequence **running; /* [n_running], in order */
+    uint32_t n_waiting, n_waiting_warm; /* of it those that only warm the cache */
+    struct sequence **running;          /* [n_running], in order */
     uint32_t n_running;
     uint32_t *free_slots; /* [max_num_seqs - n_running], a stack */
     uint64_t n_added, n_preemptions;

@@ -101,7 +101,6 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
         spec->options.start = SPECULATE_START;
     spec->least = spec->options.start < SPECULATE_LEAST ? spec->options.start : SPECULATE_LEAST;
     spec->most = spec->options.start > SPECULATE_MOST ? spec->options.start : SPECULATE_MOST;
-    spec->cost = &spec->costs[0];
     spec->slots = calloc(options->n_slots, sizeof *spec->slots);
     spec->candidates = calloc(options->n_slots, sizeof *spec->candidates);
     spec->order = calloc(options->most_drafts, sizeof *spec->order);

@@ -32,11 +32,10 @@ static double settle_beside(const struct machine *machine, uint32_t n_decodes, u
     double seconds = 0;
 
     pacing_init(&pacing, 8192, 0);
-    pacing.n_prompts = n_prompts;
     for (int i = 0; i < 5 && n_decodes; i++)
         step(&pacing, machine, 0, n_decodes);
     for (int i = 0; i < steps; i++)
-        seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes, 0), n_decodes);
+        seconds = step(&pacing, machine, pacing_rows(&pacing, n_decodes, n_prompts, 0), n_decodes);
     return seconds;
 }
 
@@ -63,16 +62,15 @@ static void what_more_streams_take_is_not_laid_on_the_prompts(void **state)
     struct pacing pacing;
 
     pacing_init(&pacing, 8192, 0);
-    pacing.n_prompts = 4;
     for (int i = 0; i < 5; i++)
         step(&pacing, &usual, 0, 1);
     for (uint32_t n_decodes = 1; n_decodes <= 28; n_decodes++) {
-        uint32_t rows = pacing_rows(&pacing, n_decodes, 0);
+        uint32_t rows = pacing_rows(&pacing, n_decodes, 4, 0);
         double seconds = step(&pacing, &usual, rows, n_decodes);
         assert_true(rows >= 40);
         assert_true(seconds < 0.26);
     }
-    assert_true(pacing_rows(&pacing, 28, 0) >= 80);
+    assert_true(pacing_rows(&pacing, 28, 4, 0) >= 80);
 }
 
 static void steps_settle_near_their_target(void **state)
@@ -95,9 +93,9 @@ static void a_machine_that_slows_down_is_followed_in_a_few_steps(void **state)
 
     pacing_init(&pacing, 8192, 0);
     for (int i = 0; i < 60; i++)
-        step(&pacing, &before, pacing_rows(&pacing, 4, 0), 4);
+        step(&pacing, &before, pacing_rows(&pacing, 4, 1, 0), 4);
     for (int i = 0; i < 5; i++)
-        seconds = step(&pacing, &after, pacing_rows(&pacing, 4, 0), 4);
+        seconds = step(&pacing, &after, pacing_rows(&pacing, 4, 1, 0), 4);
     assert_true(seconds < 0.07);
 }
 
@@ -115,7 +113,7 @@ static void a_chunk_follows_the_depth_of_its_prompt(void **state)
         step(&pacing, &deep, 0, 4);
     for (int prompt = 0; prompt < 2; prompt++)
         for (uint32_t past = 0; past < 8000; past += rows) {
-            rows = pacing_rows(&pacing, 4, past);
+            rows = pacing_rows(&pacing, 4, 1, past);
             shallow = past ? shallow : rows;
             double seconds = step_behind(&pacing, &deep, rows, 4, past);
             n_long += seconds > 0.024;
@@ -132,12 +130,12 @@ static void a_chunk_is_never_over_what_a_step_may_hold(void **state)
     pacing_init(&pacing, 64, 0);
     for (int i = 0; i < 50; i++)
         pacing_observe(&pacing, &(struct pacing_step){64, 0, 32}, 0.0001);
-    assert_int_equal(pacing_rows(&pacing, 0, 0), 64);
-    assert_int_equal(pacing_rows(&pacing, 60, 0), 4);
-    assert_int_equal(pacing_rows(&pacing, 64, 0), 0);
+    assert_int_equal(pacing_rows(&pacing, 0, 1, 0), 64);
+    assert_int_equal(pacing_rows(&pacing, 60, 1, 0), 4);
+    assert_int_equal(pacing_rows(&pacing, 64, 1, 0), 0);
     pacing_init(&pacing, 64, 17);
-    assert_int_equal(pacing_rows(&pacing, 0, 0), 17);
-    assert_int_equal(pacing_rows(&pacing, 60, 0), 4);
+    assert_int_equal(pacing_rows(&pacing, 0, 1, 0), 17);
+    assert_int_equal(pacing_rows(&pacing, 60, 1, 0), 4);
 }
 
 int main(void)

@@ -66,6 +66,20 @@ static struct sequence *add(int i, uint32_t n, int32_t priority, double now)
     return seq;
 }
 
+/* The counts are those of the waiting list. */
+static void check_integrity(void)
+{
+    uint32_t n = 0, clients = 0;
+
+    for (const struct sequence *seq = w.sched.oldest; seq; seq = seq->younger) {
+        assert_int_equal(seq->state, SEQUENCE_WAITING);
+        n++;
+        clients += !seq->request->warm;
+    }
+    assert_int_equal(w.sched.n_waiting, n);
+    assert_int_equal(sched_waiting(&w.sched), clients);
+}
+
 /* Plans a step and carries it out: rows are computed, and each sampling sequence gets one more token. */
 static void step(double now)
 {
@@ -76,6 +90,7 @@ static void step(double now)
         cache_store(w.cache, &seq->held, seq->ids, seq->n_computed);
         seq->n_ids += w.entries[i].samples;
     }
+    check_integrity();
 }
 
 static void decode_rows_go_before_prompt_rows(void **state)
@@ -216,6 +231,30 @@ static void whatever_waits_runs_at_last(void **state)
     close_world();
 }
 
+/* Blocks for a few of eight at a time, every second of which warms the cache: they wait, run, are preempted and end. */
+static void what_warms_the_cache_is_not_counted_as_waiting(void **state)
+{
+    uint32_t most = 0;
+
+    open_world(14, (struct scheduler_options){.fixed_chunk = 128});
+    for (int i = 0; i < MOST; i++) {
+        w.requests[i].warm = i % 2;
+        add(i, 40, 0, 0);
+        check_integrity();
+    }
+    assert_int_equal(sched_waiting(&w.sched), MOST / 2);
+    for (int n = 0; n < 60; n++) {
+        step(n);
+        most = sched_waiting(&w.sched) > most ? sched_waiting(&w.sched) : most;
+        if (n % 20 == 19)
+            sched_remove(&w.sched, w.sched.n_waiting ? w.sched.youngest : w.sched.running[0]);
+        check_integrity();
+    }
+    assert_true(w.sched.n_preemptions > 0 && most > 0 && most < MOST / 2);
+    close_world();
+    assert_int_equal(sched_waiting(&w.sched), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -226,6 +265,7 @@ int main(void)
         cmocka_unit_test(drafts_leave_half_of_the_rows_to_prompts),
         cmocka_unit_test(a_level_of_priority_counts_as_ten_seconds_of_waiting),
         cmocka_unit_test(whatever_waits_runs_at_last),
+        cmocka_unit_test(what_warms_the_cache_is_not_counted_as_waiting),
         cmocka_unit_test(backlog_counts_prompt_tokens_and_sixteen_a_decode),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
