@@ -1,12 +1,12 @@
 /* The CUDA backend's kernels on a device, each as a share of what the device can do; for `make gpu-check`.
  *
  *   bench_device ceilings OUT.csv           copies, and the mma instructions
- *   bench_device kernels OUT.csv            products, decode attention, prefill attention, row-wise ops
+ *   bench_device kernels OUT.csv            products, decode attention, prefill attention
  *   bench_device decode OUT.csv MODEL       steps of a model, by graphs and one kernel after another
  *
- * Operations run through the backend's table: a step holds many of the same, over weights that together exceed the L2 cache; the
- * time of one is the median step's, less that of a step without them, over their number. SMALL=1: tiny shapes, to try the program
- * itself.
+ * Operations run through the backend's table: a step holds many of the same, products over weights that together exceed the L2
+ * cache, attention over the layers of a pool; the time of one is the median step's, less that of a step with one of them, over
+ * the number of the others. SMALL=1: tiny shapes, to try the program itself.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -155,11 +155,9 @@ static void open_bench(struct bench *bench, uint32_t n, uint32_t past, bool pref
     bench->seqs = calloc(n, sizeof *bench->seqs);
     bench->ids = calloc(n, sizeof *bench->ids);
     bench->blocks = calloc((size_t)each * seqs, sizeof *bench->blocks);
+    bool scattered = each * seqs % 7919 != 0;
     for (uint32_t i = 0; i < each * seqs; i++)
-        bench->blocks[i] = (uint32_t)((uint64_t)i * 7919 % (each * seqs)); /* scattered */
-    for (uint32_t i = 0; i < each * seqs; i++)
-        if ((each * seqs) % 7919 == 0)
-            bench->blocks[i] = i;
+        bench->blocks[i] = scattered ? (uint32_t)((uint64_t)i * 7919 % (each * seqs)) : i;
     for (uint32_t i = 0; i < n; i++) {
         bench->ids[i] = i;
         bench->seqs[i] = (struct backend_seq){i, prefill ? n : 1, past, bench->blocks + (prefill ? 0 : (size_t)i * each)};
@@ -198,14 +196,14 @@ static double time_step(struct bench *bench, one_op op, uint32_t repeats)
 /* Seconds of one op. */
 static double time_op(struct bench *bench, one_op op, uint32_t repeats)
 {
-    double with[ROUNDS], without[ROUNDS];
+    double many[ROUNDS], one[ROUNDS];
     int rounds = small ? 2 : ROUNDS;
     for (int i = -2; i < rounds; i++) { /* the first ones capture graphs */
         double a = time_step(bench, op, 1), b = time_step(bench, op, repeats + 1);
         if (i >= 0)
-            without[i] = a, with[i] = b;
+            one[i] = a, many[i] = b;
     }
-    double seconds = (median(with, rounds) - median(without, rounds)) / repeats;
+    double seconds = (median(many, rounds) - median(one, rounds)) / repeats;
     return seconds > 1e-9 ? seconds : 1e-9;
 }
 
@@ -306,7 +304,7 @@ static void bench_kernels(void)
                                  small ? counts[c] / 8 + 1 : counts[c]);
     for (enum backend_kv_dtype dtype = KV_BF16; dtype < KV_DTYPES; dtype++) {
         bench_attention(dtype, 32, 8, small ? 16 : 128, small ? 2 : 16, small ? 40 : 8191, false);
-        bench_attention(dtype, 28, 4, small ? 16 : 128, small ? 1 : 1, small ? 300 : 32767, false);
+        bench_attention(dtype, 28, 4, small ? 16 : 128, 1, small ? 300 : 32767, false);
         bench_attention(dtype, 9, 3, small ? 16 : 64, small ? 2 : 64, small ? 20 : 1023, false);
         bench_attention(dtype, small ? 2 : 32, small ? 1 : 8, small ? 16 : 128, small ? 40 : 8192, 0, true);
     }

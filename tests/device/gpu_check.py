@@ -80,7 +80,11 @@ def bench(check, what, limit, *arguments):
 
 
 def golden_tests(check):
-    """The tests, with the device's outputs kept: the emulator must give them again."""
+    """The tests, with the device's outputs kept. On any machine, for whether the emulator gives them again, but for roundings:
+
+    make build/cusim/plain/tests/cusim/backend/test_cuda_ops
+    KVGATE_GOLDENS_FROM=build/gpu-check/goldens/ops build/cusim/plain/tests/cusim/backend/test_cuda_ops
+    """
     folder = os.path.join(OUT, "goldens")
     os.makedirs(folder, exist_ok=True)
     check.run("goldens", [os.path.join(PROGRAMS, TESTS[0]), "test_*"], 60, KVGATE_GOLDENS=os.path.join(folder, "ops"))

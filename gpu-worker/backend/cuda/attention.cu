@@ -1,6 +1,5 @@
 /* Launches of the kernels that know the KV pool. */
 #include "gpu-worker/backend/cuda/attention.cuh"
-#include "gpu-worker/backend/cuda/rope.cuh"
 
 typedef void (*decode_function)(struct attention_args, struct rope_args, struct kv_view, struct step_view,
                                 struct attention_parts);

@@ -181,6 +181,8 @@ void launch_rope_store(struct cuda_backend *cuda, const struct op *op);
 void launch_silu_mul(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
 void launch_gather(struct cuda_backend *cuda, const struct op *op);
 int matmul_prepare(struct kvg_error *err);
+/* Blocks of `rows` rows of all products, and where each one's begin; with THEN_GATE gate and up share theirs. */
+uint32_t count_blocks(struct products *products, uint32_t rows);
 /* Products whose matrices are of one kind, first_block unset. */
 void launch_products(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
 /* Whether products of n rows with this matrix take the kernel for few rows. */

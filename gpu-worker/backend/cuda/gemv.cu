@@ -37,22 +37,10 @@ static int bucket_of(uint32_t n)
     return n <= 1 ? 0 : n <= 2 ? 1 : n <= 4 ? 2 : 3;
 }
 
-/* Blocks of all products, and where each one's begin; gate and up share theirs. */
-static uint32_t count_blocks(struct products *products)
-{
-    uint32_t blocks = 0;
-    for (uint32_t i = 0; i < products->count; i++) {
-        products->p[i].first_block = products->then == THEN_GATE && i ? UINT32_MAX : blocks;
-        if (products->then != THEN_GATE || i == 0)
-            blocks += (products->p[i].w.rows + GEMV_BLOCK_ROWS - 1) / GEMV_BLOCK_ROWS;
-    }
-    return blocks;
-}
-
 /* F32 matrices have no tensor-core kernel: eight rows of x at a time. */
 static void launch_float(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
 {
-    uint32_t n = products->n, blocks = count_blocks(products);
+    uint32_t n = products->n, blocks = count_blocks(products, GEMV_BLOCK_ROWS);
     for (uint32_t first = 0; first < n; first += GEMV_ROWS_MAX) {
         products->n = n - first < GEMV_ROWS_MAX ? n - first : (uint32_t)GEMV_ROWS_MAX;
         int bucket = bucket_of(products->n);
@@ -73,7 +61,7 @@ void launch_gemv(struct cuda_backend *cuda, struct products *products, const str
     struct acts acts = cuda->acts[cuda->acts_at];
     acts.n_groups = x->cols / QUANT_GROUP;
     int bucket = bucket_of(products->n);
-    uint32_t blocks = count_blocks(products);
+    uint32_t blocks = count_blocks(products, GEMV_BLOCK_ROWS);
     CU_LAUNCH(quant_kernels[products->p[0].w.kind - MATRIX_SCALE_4].kernels[bucket], blocks, GEMV_THREADS, 0, cuda->stream,
               *products, acts);
 }

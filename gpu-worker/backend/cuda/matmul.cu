@@ -59,13 +59,13 @@ enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *
     return w->kind == MATRIX_BF16 ? FORM_BF16 : FORM_F16;
 }
 
-/* Blocks of all products, and where each one's begin. */
-static uint32_t count_blocks(struct products *products)
+uint32_t count_blocks(struct products *products, uint32_t rows)
 {
     uint32_t blocks = 0;
     for (uint32_t i = 0; i < products->count; i++) {
-        products->p[i].first_block = blocks;
-        blocks += (products->p[i].w.rows + GEMM_N - 1) / GEMM_N;
+        bool shared = products->then == THEN_GATE && i;
+        products->p[i].first_block = shared ? UINT32_MAX : blocks;
+        blocks += shared ? 0 : (products->p[i].w.rows + rows - 1) / rows;
     }
     return blocks;
 }
@@ -76,7 +76,7 @@ static void launch_quant(struct cuda_backend *cuda, struct products *products, c
     struct acts acts = cuda->acts[cuda->acts_at];
     acts.n_groups = x->cols / QUANT_GROUP;
     bool wide = products->n > 16;
-    dim3 grid(count_blocks(products), wide ? (products->n + 63) / 64 : 1);
+    dim3 grid(count_blocks(products, GEMM_N), wide ? (products->n + 63) / 64 : 1);
     CU_LAUNCH(wide ? k.wide : k.narrow, grid, GEMM_THREADS, wide ? k.wide_shared : k.narrow_shared, cuda->stream, *products,
               acts);
 }
@@ -84,7 +84,7 @@ static void launch_quant(struct cuda_backend *cuda, struct products *products, c
 static void launch_half(struct cuda_backend *cuda, struct products *products)
 {
     bool wide = products->n > 16;
-    dim3 grid(count_blocks(products), wide ? (products->n + 63) / 64 : 1);
+    dim3 grid(count_blocks(products, GEMM_N), wide ? (products->n + 63) / 64 : 1);
     CU_LAUNCH(half_gemm[products->p[0].w.kind - MATRIX_F16][wide], grid, GEMM_THREADS,
               wide ? gemm_float_shared<64>() : gemm_float_shared<16>(), cuda->stream, *products, cuda->halves);
 }
