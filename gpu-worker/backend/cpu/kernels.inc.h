@@ -154,6 +154,8 @@ V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct 
     }
         if (V_ROWS >= 4)
             QUANT_ROWS(V_ROWS < 4 ? 1 : 4)
+        if (V_ROWS >= 4)
+            QUANT_ROWS(V_ROWS < 4 ? 1 : 3)
         if (V_ROWS >= 2)
             QUANT_ROWS(V_ROWS < 2 ? 1 : 2)
         QUANT_ROWS(1)
