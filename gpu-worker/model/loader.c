@@ -328,6 +328,22 @@ static const char *file_name(const struct loader *loader, const char *name, char
     return name;
 }
 
+bool loader_gguf_name(const char *name, bool post_norms, char out[64])
+{
+    int layer, used = 0;
+    if (sscanf(name, "model.layers.%d.%n", &layer, &used) != 1 || used == 0 || layer < 0)
+        return false;
+    const char *kind = strrchr(name + used, '.');
+    for (size_t i = 0; kind && i < sizeof parts / sizeof *parts; i++) {
+        const char *part = post_norms && parts[i].post_norms ? parts[i].post_norms : parts[i].folder;
+        bool here = post_norms || strncmp(parts[i].part, "post_", strlen("post_")) != 0;
+        size_t n = strlen(part);
+        if (here && name + used + n == kind && memcmp(name + used, part, n) == 0)
+            return snprintf(out, 64, "blk.%d.%s%s", layer, parts[i].part, kind) < 64;
+    }
+    return false;
+}
+
 static bool find_folder(const struct loader *loader, const char *name, struct source *out)
 {
     const struct safetensors_tensor *tensor = safetensors_find(loader->folder, name);

@@ -74,6 +74,9 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
 /* The first rows of a matrix that was loaded already, as a matrix of its own. */
 int loader_first_rows(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                       struct kvg_error *err);
+/* What GGUF files call the tensor that folders call "model.layers.3.mlp.up_proj.weight": "blk.3.ffn_up.weight". post_norms: of a
+ * family that has them. False where the name is of no layer's part. */
+bool loader_gguf_name(const char *name, bool post_norms, char out[64]);
 /* Rows of a matrix by name, 0 if absent. */
 uint32_t loader_rows(const struct loader *loader, const char *name);
 /* Whether the model has an output matrix of its own. A folder's config.json says; where it says tied, one that is there all the

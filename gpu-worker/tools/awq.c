@@ -3,10 +3,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include "gpu-worker/quant/f16.h"
 #include "gpu-worker/tools/parallel.h"
 
-enum { STEPS = 10, CLIPS = 11, MOST_GROUP = 128 };
+enum { STEPS = 10, CLIPS = 11 };
 
 /* ---- scales ------------------------------------------------------------------------------------------------------------ */
 
@@ -14,7 +13,7 @@ struct trial {
     const float *weights, *scales;
     float *errors; /* [rows, cols] */
     uint32_t cols;
-    const struct gptq_grid *grid;
+    const struct grid *grid;
 };
 
 /* errors = w - Q(w s) / s, as the inputs meet it. */
@@ -25,12 +24,12 @@ static void try_rows(void *context, uint64_t first, uint64_t last)
     for (uint64_t r = first; r < last; r++)
         for (uint32_t g = 0; g < trial->cols; g += group) {
             const float *w = trial->weights + r * trial->cols + g, *s = trial->scales + g;
-            float scaled[MOST_GROUP], *error = trial->errors + r * trial->cols + g;
+            float scaled[GRID_GROUP], *error = trial->errors + r * trial->cols + g;
             for (uint32_t i = 0; i < group; i++)
                 scaled[i] = w[i] * s[i];
-            float scale = trial->grid->scale(scaled, group);
+            struct grid_range range = trial->grid->fit(scaled, group, 1);
             for (uint32_t i = 0; i < group; i++)
-                error[i] = w[i] - trial->grid->nearest(scaled[i], scale) / s[i];
+                error[i] = w[i] - grid_nearest(scaled[i], range) / s[i];
         }
 }
 
@@ -63,13 +62,13 @@ static void fill_scales(float *scales, uint32_t cols, const float *hessian, doub
 }
 
 int awq_search(const struct awq_matrix *matrices, uint32_t n_matrices, uint32_t cols, const float *hessian,
-               const struct gptq_grid *grid, uint32_t threads, float *scales, double *kept, struct kvg_error *err)
+               const struct grid *grid, uint32_t threads, float *scales, double *kept, struct kvg_error *err)
 {
     uint32_t most = 0;
     double best = INFINITY, rounded = 0;
     for (uint32_t m = 0; m < n_matrices; m++)
         most = matrices[m].rows > most ? matrices[m].rows : most;
-    if (grid->group > MOST_GROUP || grid->group == 0 || cols % grid->group)
+    if (grid->group > GRID_GROUP || grid->group == 0 || cols % grid->group)
         return kvg_fail(err, KVG_INVALID, "groups of %u do not divide %u columns", grid->group, cols);
     float *errors = malloc((size_t)most * cols * sizeof *errors), *product = malloc((size_t)most * cols * sizeof *product);
     float *tried = malloc(cols * sizeof *tried);
@@ -99,19 +98,20 @@ int awq_search(const struct awq_matrix *matrices, uint32_t n_matrices, uint32_t 
 /* ---- clipping ---------------------------------------------------------------------------------------------------------- */
 
 struct clipping {
-    float *w, *group_scales;
+    float *w;
+    struct grid_range *ranges;
     uint32_t cols;
     const float *hessian, *scales;
-    const struct gptq_grid *grid;
+    const struct grid *grid;
 };
 
-/* Rounds the group x under `scale` to out; what it costs: e H e^T of the group's own part of H. */
-static double round_group(const struct clipping *c, const float *x, uint32_t at, float scale, float *out)
+/* Rounds the group x to the range in out; what it costs: e H e^T of the group's own part of H. */
+static double round_group(const struct clipping *c, const float *x, uint32_t at, struct grid_range range, float *out)
 {
-    float errors[MOST_GROUP];
+    float errors[GRID_GROUP];
     double cost = 0;
     for (uint32_t i = 0; i < c->grid->group; i++) {
-        out[i] = c->grid->nearest(x[i], scale);
+        out[i] = grid_nearest(x[i], range);
         errors[i] = (x[i] - out[i]) / (c->scales ? c->scales[at + i] : 1);
     }
     for (uint32_t i = 0; i < c->grid->group; i++) {
@@ -130,24 +130,24 @@ static void clip_rows(void *context, uint64_t first, uint64_t last)
     uint32_t group = c->grid->group, groups = c->cols / group;
     for (uint64_t r = first; r < last; r++)
         for (uint32_t g = 0; g < groups; g++) {
-            float *x = c->w + r * c->cols + g * group, best[MOST_GROUP], out[MOST_GROUP], whole = c->grid->scale(x, group);
+            float *x = c->w + r * c->cols + g * group, best[GRID_GROUP], out[GRID_GROUP];
             double least = INFINITY;
             for (int clip = 0; clip < CLIPS; clip++) {
-                float scale = f16_to_f32(f32_to_f16(whole * (1 - 0.05f * (float)clip)));
-                double cost = round_group(c, x, g * group, scale, out);
+                struct grid_range range = c->grid->fit(x, group, 1 - 0.05f * (float)clip);
+                double cost = round_group(c, x, g * group, range, out);
                 if (cost >= least)
                     continue;
                 least = cost;
-                c->group_scales[r * groups + g] = scale;
+                c->ranges[r * groups + g] = range;
                 memcpy(best, out, group * sizeof *best);
             }
             memcpy(x, best, group * sizeof *x);
         }
 }
 
-void awq_round(float *w, float *group_scales, uint32_t rows, uint32_t cols, const float *hessian, const float *scales,
-               const struct gptq_grid *grid, uint32_t threads)
+void awq_round(float *w, struct grid_range *ranges, uint32_t rows, uint32_t cols, const float *hessian, const float *scales,
+               const struct grid *grid, uint32_t threads)
 {
-    struct clipping c = {w, group_scales, cols, hessian, scales, grid};
+    struct clipping c = {w, ranges, cols, hessian, scales, grid};
     parallel_ranges(threads, rows, clip_rows, &c);
 }

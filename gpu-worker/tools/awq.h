@@ -8,8 +8,8 @@
  */
 #pragma once
 #include <stdint.h>
+#include "gpu-worker/tools/grid.h"
 #include "libprompt/error.h"
-#include "gpu-worker/tools/gptq.h"
 
 /* One matrix of those that share an input. */
 struct awq_matrix {
@@ -20,10 +20,10 @@ struct awq_matrix {
 /* scales [cols] become the best ones for the matrices together under the grid; *kept: their error as a share of rounding's (at
  * alpha 0), at most 1. hessian [cols, cols]: upper triangle (row-major) is read. KVG_NOMEM. */
 int awq_search(const struct awq_matrix *matrices, uint32_t n_matrices, uint32_t cols, const float *hessian,
-               const struct gptq_grid *grid, uint32_t threads, float *scales, double *kept, struct kvg_error *err);
+               const struct grid *grid, uint32_t threads, float *scales, double *kept, struct kvg_error *err);
 
 /* For each group of w [rows, cols] (already scaled), the share of its range, 1 down to 1/2, at which rounding loses least by the
  * group's own part of the hessian (upper triangle read), the errors divided by s; numbers beyond it become the range's ends. w
- * becomes numbers of the grid, group_scales [rows, cols / group] theirs. scales may be NULL: all 1. */
-void awq_round(float *w, float *group_scales, uint32_t rows, uint32_t cols, const float *hessian, const float *scales,
-               const struct gptq_grid *grid, uint32_t threads);
+ * becomes numbers of the grid, ranges [rows, cols / group] theirs. scales may be NULL: all 1. */
+void awq_round(float *w, struct grid_range *ranges, uint32_t rows, uint32_t cols, const float *hessian, const float *scales,
+               const struct grid *grid, uint32_t threads);

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "gpu-worker/model/family.h"
 #include "gpu-worker/model/model.h"
 #include "gpu-worker/model/watch.h"
 #include "gpu-worker/tools/gptq.h"
@@ -16,7 +17,8 @@ enum { BLOCK = 32, ROWS = 256, OUTPUT_STEP = 4, NO_LAYER = -1, MOST_LINE = 64 <<
 struct sum {
     float *values; /* [n, n], upper triangle */
     uint32_t n;
-    uint64_t rows; /* of inputs added */
+    uint64_t rows;   /* of inputs added */
+    uint32_t *order; /* [n], of a factor with act_order */
     bool factored;
 };
 
@@ -112,6 +114,7 @@ static void drop_sums(struct calibration *c)
             if (c->matrices[j].sum == sum)
                 c->matrices[j].sum = NULL;
         free(sum->values);
+        free(sum->order);
         free(sum);
     }
 }
@@ -258,6 +261,11 @@ void calibration_close(struct calibration *c)
     free(c);
 }
 
+const struct family *calibration_family(const struct calibration *c)
+{
+    return family_find(model_info(c->model)->family);
+}
+
 /* Whole sequences. */
 static uint32_t n_tokens(const struct calibration *c)
 {
@@ -345,6 +353,50 @@ const float *calibration_sum(struct calibration *c, const char *name, uint32_t *
     return sum->values;
 }
 
+struct column {
+    float square; /* of its inputs */
+    uint32_t index;
+};
+
+static int descending(const void *a, const void *b)
+{
+    const struct column *x = a, *y = b;
+    return x->square != y->square ? (x->square < y->square ? 1 : -1) : (x->index > y->index) - (x->index < y->index);
+}
+
+/* The sum's rows and columns in descending order of its diagonal. */
+static int order_columns(struct sum *sum, struct kvg_error *err)
+{
+    size_t n = sum->n;
+    struct column *columns = malloc(n * sizeof *columns);
+    float *values = malloc(n * n * sizeof *values);
+    sum->order = malloc(n * sizeof *sum->order);
+    bool good = columns && values && sum->order;
+    for (size_t i = 0; good && i < n; i++)
+        columns[i] = (struct column){sum->values[i * n + i], (uint32_t)i};
+    if (good)
+        qsort(columns, n, sizeof *columns, descending);
+    for (size_t i = 0; good && i < n; i++) {
+        sum->order[i] = columns[i].index;
+        for (size_t j = i; j < n; j++) {
+            size_t row = columns[i].index, column = columns[j].index;
+            values[i * n + j] = sum->values[row < column ? row * n + column : column * n + row];
+        }
+    }
+    free(columns);
+    free(good ? sum->values : values);
+    if (!good)
+        return kvg_fail(err, KVG_NOMEM, "no memory to order %zu columns", n);
+    sum->values = values;
+    return 0;
+}
+
+const uint32_t *calibration_order(const struct calibration *c, const char *name)
+{
+    const struct sum *sum = find_sum(c, name);
+    return sum ? sum->order : NULL;
+}
+
 const float *calibration_factor(struct calibration *c, const char *name, uint32_t *n, struct kvg_error *err)
 {
     struct kvg_error cause = {0};
@@ -354,7 +406,8 @@ const float *calibration_factor(struct calibration *c, const char *name, uint32_
         return NULL;
     *n = sum->n;
     if (!sum->factored) {
-        int failed = gptq_prepare(sum->values, sum->n, CALIBRATION_DAMPING, &cause);
+        int failed = c->options.act_order ? order_columns(sum, &cause) : 0;
+        failed = failed ? failed : gptq_prepare(sum->values, sum->n, CALIBRATION_DAMPING, &cause);
         if (failed) {
             kvg_fail(err, failed, "%.60s: %.200s", name, cause.message);
             return NULL;

@@ -1,9 +1,11 @@
 /* Sums X^T X of the inputs of a model's matrices, over a text. */
 #pragma once
+#include <stdbool.h>
 #include <stdint.h>
 #include "libprompt/error.h"
 
 struct calibration;
+struct family;
 
 /* Added to the diagonal, as a share of its mean (gptq.h). */
 #define CALIBRATION_DAMPING 0.01
@@ -15,10 +17,13 @@ struct calibration_options {
     uint32_t context;    /* tokens of a sequence */
     uint32_t threads;    /* 0 = all cores */
     uint32_t memory_mib; /* for the sums of the layers that go through the model in one pass, of one at least */
+    bool act_order;      /* factors are of columns in descending order of their inputs' squares */
 };
 
 int calibration_open(struct calibration **out, const struct calibration_options *options, struct kvg_error *err);
 void calibration_close(struct calibration *calibration);
+/* Of its model. */
+const struct family *calibration_family(const struct calibration *calibration);
 
 /* The sums of `layer` are at hand: where they are not yet, the text runs through the model, under a bar of its own, for this
  * layer and as many after it as fit into the memory; those of earlier passes are dropped. Layers are asked for in ascending
@@ -28,5 +33,8 @@ int calibration_reach(struct calibration *calibration, uint32_t layer, struct kv
  * belongs to the calibration and lives until the next pass. NULL with err->code KVG_OK where the matrix was not run, else an
  * error. */
 const float *calibration_factor(struct calibration *calibration, const char *name, uint32_t *n, struct kvg_error *err);
+/* With act_order, after calibration_factor: row and column i of the factor are of the matrix' column order[i]. It lives as long
+ * as the factor. NULL: i itself. */
+const uint32_t *calibration_order(const struct calibration *calibration, const char *name);
 /* The sums themselves, upper triangle; NULL where the matrix was not run. Not after its factor was asked for. */
 const float *calibration_sum(struct calibration *calibration, const char *name, uint32_t *n);

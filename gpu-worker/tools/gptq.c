@@ -46,21 +46,22 @@ int gptq_prepare(float *hessian, uint32_t n, double damping, struct kvg_error *e
 }
 
 struct job {
-    float *weights, *errors, *scales; /* errors [rows, COLUMNS] */
-    uint32_t cols, first, last;       /* columns of this turn */
+    float *weights, *errors; /* errors [rows, COLUMNS] */
+    struct grid_range *ranges;
+    uint32_t cols, first, last; /* columns of this turn */
     const float *upper;
-    const struct gptq_grid *grid;
+    const struct grid *grid;
 };
 
 /* One row's columns first..last; its later columns are left to the caller. */
-static void round_columns(const struct job *job, float *w, float *errors, float *scales)
+static void round_columns(const struct job *job, float *w, float *errors, struct grid_range *ranges)
 {
-    const struct gptq_grid *grid = job->grid;
+    const struct grid *grid = job->grid;
     for (uint32_t i = job->first; i < job->last; i++) {
         const float *u = job->upper + (size_t)i * job->cols;
         if (i % grid->group == 0)
-            scales[i / grid->group] = grid->scale(w + i, grid->group);
-        float q = grid->nearest(w[i], scales[i / grid->group]), error = (w[i] - q) / u[i];
+            ranges[i / grid->group] = grid->fit(w + i, grid->group, 1);
+        float q = grid_nearest(w[i], ranges[i / grid->group]), error = (w[i] - q) / u[i];
         w[i] = q;
         errors[i - job->first] = error;
         for (uint32_t j = i + 1; j < job->last; j++)
@@ -73,13 +74,13 @@ static void round_rows(void *context, uint64_t first, uint64_t last)
     const struct job *job = context;
     uint32_t groups = job->cols / job->grid->group;
     for (uint64_t r = first; r < last; r++)
-        round_columns(job, job->weights + r * job->cols, job->errors + r * COLUMNS, job->scales + r * groups);
+        round_columns(job, job->weights + r * job->cols, job->errors + r * COLUMNS, job->ranges + r * groups);
 }
 
-int gptq_quantize(float *weights, float *scales, uint32_t rows, uint32_t cols, const float *upper, const struct gptq_grid *grid,
-                  uint32_t threads, struct kvg_error *err)
+int gptq_quantize(float *weights, struct grid_range *ranges, uint32_t rows, uint32_t cols, const float *upper,
+                  const struct grid *grid, uint32_t threads, struct kvg_error *err)
 {
-    struct job job = {.weights = weights, .scales = scales, .cols = cols, .upper = upper, .grid = grid};
+    struct job job = {.weights = weights, .ranges = ranges, .cols = cols, .upper = upper, .grid = grid};
     if (grid->group == 0 || cols % grid->group || COLUMNS % grid->group)
         return kvg_fail(err, KVG_INVALID, "groups of %u do not divide %u columns", grid->group, cols);
     job.errors = malloc((size_t)rows * COLUMNS * sizeof *job.errors);

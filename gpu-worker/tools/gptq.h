@@ -7,22 +7,14 @@
  */
 #pragma once
 #include <stdint.h>
+#include "gpu-worker/tools/grid.h"
 #include "libprompt/error.h"
 
 /* hessian: [n, n] f32, symmetric, its upper triangle (row-major) read; on return its upper triangle is U. damping: added to the
  * diagonal, as a share of its mean; raised where the matrix is not positive definite. */
 int gptq_prepare(float *hessian, uint32_t n, double damping, struct kvg_error *err);
 
-/* Chooses one number: code and value of w under the scales of its group. */
-struct gptq_grid {
-    uint32_t group; /* columns that share a scale; divides cols */
-    /* The scale for x[0..group), the columns as they are when the group begins. */
-    float (*scale)(const float *x, uint32_t group);
-    /* The number of the grid that is nearest to x. */
-    float (*nearest)(float x, float scale);
-};
-
-/* weights [rows, cols] become numbers of the grid; scales [rows, cols / group] become those of the groups. upper: of
- * gptq_prepare. KVG_NOMEM. threads: 0 = all cores. */
-int gptq_quantize(float *weights, float *scales, uint32_t rows, uint32_t cols, const float *upper, const struct gptq_grid *grid,
-                  uint32_t threads, struct kvg_error *err);
+/* weights [rows, cols] become numbers of the grid; ranges [rows, cols / group] become those of the groups, fitted to the columns
+ * as they are when the group begins. upper: of gptq_prepare. KVG_NOMEM. threads: 0 = all cores. */
+int gptq_quantize(float *weights, struct grid_range *ranges, uint32_t rows, uint32_t cols, const float *upper,
+                  const struct grid *grid, uint32_t threads, struct kvg_error *err);

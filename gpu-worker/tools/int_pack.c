@@ -1,57 +1,66 @@
 #include "gpu-worker/tools/int_pack.h"
 #include <math.h>
+#include <string.h>
 #include "gpu-worker/quant/f16.h"
-#include "gpu-worker/tools/rounding.h"
 
-static float most_of(const float *x, uint64_t n)
+uint16_t int_pack_w8(const float *x, uint64_t n, int8_t *q)
 {
     float most = 0;
     for (uint64_t i = 0; i < n; i++)
         most = fmaxf(most, fabsf(x[i]));
-    return most;
-}
-
-uint16_t int_pack_w8(const float *x, uint64_t n, int8_t *q)
-{
-    uint16_t bits = f32_to_bf16(most_of(x, n) / 127);
+    uint16_t bits = f32_to_bf16(most / 127);
     float scale = bf16_to_f32(bits), inverse = scale > 0 ? 1 / scale : 0;
     for (uint64_t i = 0; i < n; i++)
         q[i] = (int8_t)rounding_nearest(x[i] * inverse, -127, 127);
     return bits;
 }
 
-float int_pack_w4_scale(const float *x, uint32_t group)
+static void put_scales(const struct int_pack_matrix *m, uint16_t *scales)
 {
-    return f16_to_f32(f32_to_f16(2 * most_of(x, group) / 15));
-}
-
-/* The code, 0 to 15. */
-static uint32_t code(float x, float scale)
-{
-    return (uint32_t)(scale > 0 ? rounding_nearest(x / scale, -8, 7) + 8 : 8);
-}
-
-float int_pack_w4_nearest(float x, float scale)
-{
-    return scale * (float)((int)code(x, scale) - 8);
-}
-
-void int_pack_gptq(const float *w, const float *scales, uint64_t rows, uint64_t cols, uint32_t group, uint32_t *qweight,
-                   uint16_t *scales_out, uint32_t *qzeros, int32_t *g_idx)
-{
-    uint64_t groups = cols / group;
-    for (uint64_t at = 0; at < cols; at += 8)
-        for (uint64_t r = 0; r < rows; r++) {
-            uint32_t word = 0;
-            for (uint32_t i = 0; i < 8; i++)
-                word |= code(w[r * cols + at + i], scales[r * groups + (at + i) / group]) << 4 * i;
-            qweight[at / 8 * rows + r] = word;
-        }
+    uint64_t groups = m->cols / m->group;
     for (uint64_t g = 0; g < groups; g++)
-        for (uint64_t r = 0; r < rows; r++)
-            scales_out[g * rows + r] = f32_to_f16(scales[r * groups + g]);
-    for (uint64_t i = 0; i < groups * (rows / 8); i++)
-        qzeros[i] = 0x77777777u;
-    for (uint64_t c = 0; c < cols; c++)
-        g_idx[c] = (int32_t)(c / group);
+        for (uint64_t r = 0; r < m->rows; r++)
+            scales[g * m->rows + r] = f32_to_f16(m->ranges[r * groups + g].scale);
+}
+
+static uint32_t code_at(const struct int_pack_matrix *m, uint64_t r, uint64_t i)
+{
+    return (uint32_t)grid_code(m->w[r * m->cols + i], m->ranges[(r * m->cols + i) / m->group]);
+}
+
+void int_pack_gptq(const struct int_pack_matrix *m, uint32_t *qweight, uint16_t *scales, uint32_t *qzeros, int32_t *g_idx)
+{
+    uint64_t groups = m->cols / m->group, words = m->rows / 8;
+    memset(qweight, 0, m->cols / 8 * m->rows * sizeof *qweight);
+    memset(qzeros, 0, groups * words * sizeof *qzeros);
+    for (uint64_t i = 0; i < m->cols; i++) {
+        uint64_t column = m->order ? m->order[i] : i;
+        for (uint64_t r = 0; r < m->rows; r++)
+            qweight[column / 8 * m->rows + r] |= code_at(m, r, i) << 4 * (column % 8);
+        g_idx[column] = (int32_t)(i / m->group);
+    }
+    for (uint64_t g = 0; g < groups; g++)
+        for (uint64_t r = 0; r < m->rows; r++)
+            qzeros[g * words + r / 8] |= (((uint32_t)m->ranges[r * groups + g].zero - 1) & 15) << 4 * (r % 8);
+    put_scales(m, scales);
+}
+
+/* Where a word keeps the i-th of eight rows: the inverse of 0 2 4 6 1 3 5 7, in bits. */
+static uint32_t awq_shift(uint64_t i)
+{
+    return (uint32_t)(4 * (i / 2 + i % 2 * 4));
+}
+
+void int_pack_awq(const struct int_pack_matrix *m, uint32_t *qweight, uint16_t *scales, uint32_t *qzeros)
+{
+    uint64_t groups = m->cols / m->group, words = m->rows / 8;
+    memset(qweight, 0, m->cols * words * sizeof *qweight);
+    memset(qzeros, 0, groups * words * sizeof *qzeros);
+    for (uint64_t r = 0; r < m->rows; r++) {
+        for (uint64_t c = 0; c < m->cols; c++)
+            qweight[c * words + r / 8] |= code_at(m, r, c) << awq_shift(r % 8);
+        for (uint64_t g = 0; g < groups; g++)
+            qzeros[g * words + r / 8] |= (uint32_t)m->ranges[r * groups + g].zero << awq_shift(r % 8);
+    }
+    put_scales(m, scales);
 }

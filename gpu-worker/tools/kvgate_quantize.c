@@ -1,16 +1,16 @@
 /* kvgate-quantize: writes a model with its matrices in another format.
  *
  *   kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16    [--calibration FILE] [--lm-head] [flags]
- *   kvgate-quantize IN/     OUT/     --format w8a8|gptq-int4    [--calibration FILE] [--lm-head] [flags]
+ *   kvgate-quantize IN/     OUT/     --format w8a8|gptq-int4|awq-int4    [--calibration FILE] [--lm-head] [flags]
  *
  * q8_0, q4_0: the matrices in layers; embedding, output matrix and norms stay as they are. --lm-head: the output matrix (where it
  * is tied, the embedding) as Q8_0. bf16: every matrix, as a base to compare others with. A matrix that is quantized already is
  * decoded first: what it lost stays lost. Folders are those of Hugging Face. w8a8: compressed-tensors, int8 weights with a scale
- * for each row, activations quantized for each token as they come. gptq-int4: symmetric groups of 128, without reordering.
+ * for each row, activations quantized for each token as they come. gptq-int4, awq-int4: groups of 128, symmetric, asymmetric.
  * --lm-head: lm_head too, rounded.
- * --calibration: GPTQ (gptq.h) on the inputs that a text gives, instead of rounding each number for itself; q4_0 and gptq-int4.
- * --awq: with q4_0, AWQ (awq.h) instead: columns are scaled, and what feeds them the other way.
- * OUT appears whole or not at all.
+ * --calibration: instead of rounding each number for itself, by the inputs that a text gives: q4_0 and gptq-int4 by GPTQ
+ * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way. --act-order:
+ * with gptq-int4, columns whose inputs are largest are rounded first. OUT appears whole or not at all.
  */
 #include <cblas.h>
 #include <stdio.h>
@@ -26,9 +26,10 @@ static _Noreturn void usage(const char *what, const char *why)
 }
 
 static const char help[] =
-    "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format w8a8|gptq-int4\n"
-    "    [--calibration FILE.jsonl|FILE.txt [--awq]] [--lm-head]\n"
-    "    --group N     columns that share a scale in gptq-int4, a power of two from 8 to 128, default 128; kvgate-worker serves\n"
+    "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format\n"
+    "w8a8|gptq-int4|awq-int4    [--calibration FILE.jsonl|FILE.txt [--awq|--act-order]] [--lm-head]\n"
+    "    --group N     columns that share a scale in gptq-int4 and awq-int4, a power of two from 8 to 128, default 128; "
+    "kvgate-worker serves\n"
     "                  multiples of 32\n"
     "    --tokens N    of the calibration that are used, default 16384;  --context N  of a sequence, default 512\n"
     "    --memory MIB  for sums of the calibration, default 4096: more layers in one pass;  --threads N";
@@ -58,6 +59,10 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         }
         if (strcmp(argv[i], "--awq") == 0) {
             flags->awq = true;
+            continue;
+        }
+        if (strcmp(argv[i], "--act-order") == 0) {
+            flags->act_order = true;
             continue;
         }
         if (strncmp(argv[i], "--", 2) != 0) {
@@ -91,21 +96,20 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
         const char *name;
         int (*quantize)(const struct quantize_flags *flags, struct kvg_error *err);
         bool calibrated;
-    } known[] = {{"q8_0", quantize_gguf, false},
-                 {"q4_0", quantize_gguf, true},
-                 {"bf16", quantize_gguf, false},
-                 {"w8a8", quantize_hf, false},
-                 {"gptq-int4", quantize_hf, true}};
+    } known[] = {{"q8_0", quantize_gguf, false}, {"q4_0", quantize_gguf, true},    {"bf16", quantize_gguf, false},
+                 {"w8a8", quantize_hf, false},   {"gptq-int4", quantize_hf, true}, {"awq-int4", quantize_hf, true}};
     for (size_t i = 0; flags->format && i < sizeof known / sizeof *known; i++) {
         if (strcmp(known[i].name, flags->format) != 0)
             continue;
         if (flags->calibration && !known[i].calibrated)
-            usage("--calibration", "serves --format q4_0 and gptq-int4 alone");
+            usage("--calibration", "serves --format q4_0, gptq-int4 and awq-int4 alone");
         if (flags->awq && (!flags->calibration || known[i].quantize != quantize_gguf))
             usage("--awq", "needs --calibration and --format q4_0");
+        if (flags->act_order && (!flags->calibration || strcmp(flags->format, "gptq-int4") != 0))
+            usage("--act-order", "needs --calibration and --format gptq-int4");
         return known[i].quantize;
     }
-    usage("--format", "must be one of q8_0, q4_0, bf16, w8a8, gptq-int4");
+    usage("--format", "must be one of q8_0, q4_0, bf16, w8a8, gptq-int4, awq-int4");
 }
 
 int main(int argc, char **argv)

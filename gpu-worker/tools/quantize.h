@@ -7,10 +7,10 @@
 struct quantize_flags {
     const char *in, *out, *format, *calibration;
     uint32_t tokens, context, threads, memory_mib, group;
-    bool lm_head, awq; /* awq: instead of GPTQ */
+    bool lm_head, awq, act_order; /* awq: of GGUF files, instead of GPTQ */
 };
 
 /* in, out: GGUF files; format q8_0, q4_0, bf16. See kvgate_quantize.c. */
 int quantize_gguf(const struct quantize_flags *flags, struct kvg_error *err);
-/* in, out: Hugging Face folders; format w8a8 (compressed-tensors), gptq-int4. out must not exist. */
+/* in, out: Hugging Face folders; format w8a8 (compressed-tensors), gptq-int4, awq-int4. out must not exist. */
 int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err);

@@ -4,7 +4,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include "gpu-worker/quant/quant.h"
-#include "gpu-worker/tools/awq.h"
+#include "gpu-worker/tools/awq_layer.h"
 #include "gpu-worker/tools/calibrate.h"
 #include "gpu-worker/tools/gguf_write.h"
 #include "gpu-worker/tools/gptq.h"
@@ -25,11 +25,9 @@ struct work {
     const struct kvg_gguf_tensor **sources;
     struct gguf_writer writer;
     struct calibration *calibration;
-    float *scales[3]; /* AWQ, of the present layer: of the inputs of q, k and v; of gate and up; of down */
+    struct awq_layer awq;
     struct progress_bar bar;
 };
-
-enum { SCALES_ATTN, SCALES_FFN, SCALES_DOWN };
 
 /* ---- what becomes of each tensor --------------------------------------------------------------------------------------- */
 
@@ -38,11 +36,16 @@ static bool starts(struct kvg_str name, const char *prefix)
     return name.len >= strlen(prefix) && memcmp(name.bytes, prefix, strlen(prefix)) == 0;
 }
 
+static void short_name(struct kvg_str name, char out[64])
+{
+    snprintf(out, 64, "%.*s", (int)(name.len < 63 ? name.len : 63), name.bytes);
+}
+
 static int layer_of(struct kvg_str name)
 {
     char text[64];
     int layer;
-    snprintf(text, sizeof text, "%.*s", (int)(name.len < 63 ? name.len : 63), name.bytes);
+    short_name(name, text);
     return sscanf(text, "blk.%d.", &layer) == 1 ? layer : NO_LAYER;
 }
 
@@ -165,113 +168,38 @@ static int write_rounded(struct work *work, const struct kvg_gguf_tensor *tensor
 
 /* ---- AWQ --------------------------------------------------------------------------------------------------------------- */
 
-/* Whose columns are scaled, and by which scales; what is divided by them stands in divided_by. */
-static const struct {
-    const char *part;
-    int scales;
-} scaled[] = {{"attn_q", SCALES_ATTN},  {"attn_k", SCALES_ATTN}, {"attn_v", SCALES_ATTN},
-              {"ffn_gate", SCALES_FFN}, {"ffn_up", SCALES_FFN},  {"ffn_down", SCALES_DOWN}};
+static const struct grid q4_0_grid = {QUANT_GROUP, grid_fit_extreme};
 
-/* "blk.3.ffn_up.weight" is part "ffn_up". */
-static bool is_part(struct kvg_str name, const char *part)
+static int read_matrix(void *context, const char *name, float **weights, uint32_t *n_rows, uint32_t *cols, struct kvg_error *err)
 {
-    char text[64], wanted[64];
-    int layer = layer_of(name);
-    snprintf(text, sizeof text, "%.*s", (int)(name.len < 63 ? name.len : 63), name.bytes);
-    snprintf(wanted, sizeof wanted, "blk.%d.%s.weight", layer, part);
-    return layer != NO_LAYER && strcmp(text, wanted) == 0;
-}
-
-/* NULL: its columns are not scaled. */
-static const float *column_scales(const struct work *work, struct kvg_str name)
-{
-    for (size_t i = 0; i < sizeof scaled / sizeof *scaled; i++)
-        if (work->flags->awq && is_part(name, scaled[i].part))
-            return work->scales[scaled[i].scales];
-    return NULL;
-}
-
-/* What produces the inputs that are scaled: a norm's numbers, or the rows of ffn_up. NULL: nothing is divided. */
-static const float *divided_by(const struct work *work, struct kvg_str name)
-{
-    return !work->flags->awq            ? NULL
-           : is_part(name, "attn_norm") ? work->scales[SCALES_ATTN]
-           : is_part(name, "ffn_norm")  ? work->scales[SCALES_FFN]
-           : is_part(name, "ffn_up")    ? work->scales[SCALES_DOWN]
-                                        : NULL;
-}
-
-static const struct gptq_grid q4_0_grid = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
-
-/* One set of scales of a layer: the matrices that share it are decoded, searched and dropped. */
-static int search_scales(struct work *work, int layer, int which, struct kvg_error *err)
-{
-    struct awq_matrix matrices[3];
-    struct rows rows[3] = {0};
-    const float *sum = NULL;
-    uint32_t n = 0, cols = 0;
-    char name[64] = "";
-    double kept;
-    int failed = 0;
-    for (size_t i = 0; i < sizeof scaled / sizeof *scaled && !failed; i++) {
-        if (scaled[i].scales != which)
-            continue;
-        snprintf(name, sizeof name, "blk.%d.%s.weight", layer, scaled[i].part);
-        const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(work->gguf, name);
-        if (!tensor || !(sum = calibration_sum(work->calibration, name, &cols)) || tensor->dims[0] != cols ||
-            tensor->n_dims != 2) {
-            failed = kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-            break;
-        }
-        rows[n] = (struct rows){quant_find(tensor->ggml_type), &quant_q4_0, work->gguf->map + tensor->offset, NULL, NULL, cols};
-        rows[n].decoded = malloc(tensor->dims[1] * cols * sizeof(float));
-        if (!rows[n].decoded)
-            failed = kvg_fail(err, KVG_NOMEM, "no memory for %s", name);
-        else
-            parallel_ranges(work->flags->threads, tensor->dims[1], decode_rows, &rows[n]);
-        matrices[n] = (struct awq_matrix){rows[n].decoded, (uint32_t)tensor->dims[1]};
-        n++;
-    }
-    free(work->scales[which]);
-    work->scales[which] = malloc((cols + 1) * sizeof(float));
-    if (!failed && !work->scales[which])
-        failed = kvg_fail(err, KVG_NOMEM, "no memory for %u scales", cols);
-    if (!failed)
-        failed = awq_search(matrices, n, cols, sum, &q4_0_grid, work->flags->threads, work->scales[which], &kept, err);
-    for (uint32_t i = 0; i < n; i++)
-        free(rows[i].decoded);
-    return failed;
-}
-
-static int search_layer(struct work *work, int layer, struct kvg_error *err)
-{
-    int failed = 0;
-    for (int which = 0; which < 3 && !failed; which++)
-        failed = search_scales(work, layer, which, err);
-    return failed;
-}
-
-static void scale_matrix(const struct work *work, struct kvg_str name, struct rows *rows, uint64_t n)
-{
-    const float *by = column_scales(work, name), *divisor = divided_by(work, name);
-    for (uint64_t r = 0; r < n; r++)
-        for (uint64_t c = 0; c < rows->cols; c++)
-            rows->decoded[r * rows->cols + c] *= (by ? by[c] : 1) / (divisor ? divisor[r] : 1);
+    const struct work *work = context;
+    const struct kvg_gguf_tensor *tensor = kvg_gguf_tensor(work->gguf, name);
+    if (!tensor || tensor->n_dims != 2)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s is no matrix of the file", name);
+    struct rows rows = {
+        .from = quant_find(tensor->ggml_type), .source = work->gguf->map + tensor->offset, .cols = tensor->dims[0]};
+    rows.decoded = *weights = malloc(tensor->dims[1] * rows.cols * sizeof(float));
+    if (!*weights)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %s", name);
+    parallel_ranges(work->flags->threads, tensor->dims[1], decode_rows, &rows);
+    *n_rows = (uint32_t)tensor->dims[1];
+    *cols = (uint32_t)tensor->dims[0];
+    return 0;
 }
 
 /* A norm whose output is to be smaller. */
-static int write_divided(struct work *work, const struct kvg_gguf_tensor *tensor, const float *divisor, struct kvg_error *err)
+static int write_divided(struct work *work, const struct kvg_gguf_tensor *tensor, const float *divisors, uint32_t n,
+                         struct kvg_error *err)
 {
-    uint64_t n = tensor->dims[0];
     float *values = malloc(n * sizeof *values);
-    int failed = values ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a norm of %llu", (unsigned long long)n);
-    if (!failed && (tensor->ggml_type != quant_f32.ggml_type || tensor->n_dims != 1))
-        failed = kvg_fail(err, KVG_UNSUPPORTED, "%.*s is no vector of F32", (int)(tensor->name.len < 80 ? tensor->name.len : 80),
-                          tensor->name.bytes);
+    int failed = values ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for a norm of %u", n);
+    if (!failed && (tensor->ggml_type != quant_f32.ggml_type || tensor->n_dims != 1 || tensor->dims[0] != n))
+        failed = kvg_fail(err, KVG_UNSUPPORTED, "%.*s is no vector of %u F32",
+                          (int)(tensor->name.len < 80 ? tensor->name.len : 80), tensor->name.bytes, n);
     if (!failed) {
         memcpy(values, work->gguf->map + tensor->offset, n * sizeof *values);
-        for (uint64_t i = 0; i < n; i++)
-            values[i] /= divisor[i];
+        for (uint32_t i = 0; i < n; i++)
+            values[i] /= divisors[i];
         failed = gguf_write_bytes(&work->writer, values, n * sizeof *values, err);
     }
     free(values);
@@ -280,42 +208,38 @@ static int write_divided(struct work *work, const struct kvg_gguf_tensor *tensor
 
 /* ---- calibrated matrices ----------------------------------------------------------------------------------------------- */
 
-static int round_matrix(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, float *scales,
+static int round_matrix(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, struct grid_range *ranges,
                         struct kvg_error *err)
 {
     char name[64];
     uint32_t n = 0, n_rows = (uint32_t)tensor->dims[1], cols = (uint32_t)rows->cols, threads = work->flags->threads;
-    snprintf(name, sizeof name, "%.*s", (int)(tensor->name.len < 63 ? tensor->name.len : 63), tensor->name.bytes);
-    err->code = KVG_OK;
-    const float *sums =
-        work->flags->awq ? calibration_sum(work->calibration, name, &n) : calibration_factor(work->calibration, name, &n, err);
-    if (!sums && err->code != KVG_OK)
+    short_name(tensor->name, name);
+    if (work->flags->awq)
+        return awq_layer_round(&work->awq, name, rows->decoded, ranges, n_rows, cols, err);
+    const float *factor = calibration_factor(work->calibration, name, &n, err);
+    if (!factor && err->code != KVG_OK)
         return err->code;
-    if (!sums || n != cols)
+    if (!factor || n != cols)
         return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-    if (!work->flags->awq)
-        return gptq_quantize(rows->decoded, scales, n_rows, cols, sums, &q4_0_grid, threads, err);
-    scale_matrix(work, tensor->name, rows, n_rows);
-    awq_round(rows->decoded, scales, n_rows, cols, sums, column_scales(work, tensor->name), &q4_0_grid, threads);
-    return 0;
+    return gptq_quantize(rows->decoded, ranges, n_rows, cols, factor, &q4_0_grid, threads, err);
 }
 
 static int write_calibrated(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, struct kvg_error *err)
 {
     uint64_t n = tensor->dims[1];
-    float *scales = malloc(n * (rows->cols / QUANT_GROUP) * sizeof *scales);
-    int failed = scales ? allocate(rows, n, err)
+    struct grid_range *ranges = malloc(n * (rows->cols / QUANT_GROUP) * sizeof *ranges);
+    int failed = ranges ? allocate(rows, n, err)
                         : kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)n);
     if (!failed) {
         parallel_ranges(work->flags->threads, n, decode_rows, rows);
-        failed = round_matrix(work, tensor, rows, scales, err);
+        failed = round_matrix(work, tensor, rows, ranges, err);
     }
     if (!failed) {
-        rounding_q4_0_pack(rows->decoded, scales, n * rows->cols, rows->encoded);
+        rounding_q4_0_pack(rows->decoded, ranges, n * rows->cols, rows->encoded);
         failed = gguf_write_bytes(&work->writer, rows->encoded, n * quant_row_bytes(rows->to, rows->cols), err);
         progress_advance(&work->bar, n * rows->cols);
     }
-    free(scales);
+    free(ranges);
     return failed;
 }
 
@@ -324,12 +248,15 @@ static int write_tensor(struct work *work, size_t i, struct kvg_error *err)
     const struct kvg_gguf_tensor *tensor = work->sources[i];
     const struct quant_format *to = target(work, tensor);
     struct rows rows = {quant_find(tensor->ggml_type), to, work->gguf->map + tensor->offset, NULL, NULL, tensor->dims[0]};
-    const float *divisor = divided_by(work, tensor->name);
+    char name[64];
+    uint32_t n = 0;
 
     if (!to) {
+        short_name(tensor->name, name);
+        const float *divisors = work->flags->awq ? awq_layer_divisors(&work->awq, name, &n) : NULL;
         progress_advance(&work->bar, tensor->dims[0] * tensor->dims[1]);
-        return divisor ? write_divided(work, tensor, divisor, err)
-                       : gguf_write_bytes(&work->writer, work->gguf->map + tensor->offset, tensor->n_bytes, err);
+        return divisors ? write_divided(work, tensor, divisors, n, err)
+                        : gguf_write_bytes(&work->writer, work->gguf->map + tensor->offset, tensor->n_bytes, err);
     }
     int failed = (work->calibration && to == &quant_q4_0 ? write_calibrated : write_rounded)(work, tensor, &rows, err);
     free(rows.decoded);
@@ -342,7 +269,6 @@ static int write_tensor(struct work *work, size_t i, struct kvg_error *err)
 
 static int write_all(struct work *work, struct kvg_error *err)
 {
-    int searched = NO_LAYER;
     uint64_t numbers = 0;
     for (size_t i = 0; i < work->gguf->n_tensors; i++)
         numbers += work->plan[i].dims[0] * work->plan[i].dims[1];
@@ -351,10 +277,8 @@ static int write_all(struct work *work, struct kvg_error *err)
         int layer = layer_of(work->plan[i].name), failed = 0;
         if (work->calibration && layer != NO_LAYER)
             failed = calibration_reach(work->calibration, (uint32_t)layer, err);
-        if (!failed && work->flags->awq && layer > searched) {
-            failed = search_layer(work, layer, err);
-            searched = layer;
-        }
+        if (!failed && work->flags->awq && layer > work->awq.layer)
+            failed = awq_layer_search(&work->awq, layer, err);
         if (failed || (failed = write_tensor(work, i, err)))
             return failed;
     }
@@ -376,6 +300,12 @@ static int run(struct work *work, struct kvg_error *err)
                                               work->flags->context, work->flags->threads,     work->flags->memory_mib};
         if ((failed = calibration_open(&work->calibration, &options, err)))
             return failed;
+        work->awq = (struct awq_layer){.read = read_matrix,
+                                       .context = work,
+                                       .calibration = work->calibration,
+                                       .grid = &q4_0_grid,
+                                       .threads = work->flags->threads,
+                                       .layer = NO_LAYER};
     }
     if ((failed = gguf_write_begin(&work->writer, work->flags->out, work->gguf, work->file_type, work->plan,
                                    work->gguf->n_tensors, err)))
@@ -395,8 +325,7 @@ int quantize_gguf(const struct quantize_flags *flags, struct kvg_error *err)
     work.file_type = q8 ? FILE_TYPE_Q8_0 : q4 ? FILE_TYPE_Q4_0 : FILE_TYPE_BF16;
     int failed = run(&work, err);
     calibration_close(work.calibration);
-    for (int i = 0; i < 3; i++)
-        free(work.scales[i]);
+    awq_layer_free(&work.awq);
     if (work.gguf)
         kvg_gguf_close(work.gguf);
     free(work.plan);

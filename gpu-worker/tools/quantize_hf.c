@@ -3,73 +3,74 @@
  * The folder is written beside OUT and gets its name when it is whole. Tensors are written in two goes: the header needs all
  * ranges first, so a plan is made from names and shapes alone.
  */
-#include <dirent.h>
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "gpu-worker/model/family.h"
 #include "gpu-worker/model/safetensors.h"
 #include "gpu-worker/quant/quant.h"
+#include "gpu-worker/tools/awq_layer.h"
 #include "gpu-worker/tools/calibrate.h"
 #include "gpu-worker/tools/gptq.h"
+#include "gpu-worker/tools/hf_files.h"
 #include "gpu-worker/tools/int_pack.h"
 #include "gpu-worker/tools/parallel.h"
 #include "gpu-worker/tools/progress.h"
 #include "gpu-worker/tools/quantize.h"
 
-enum { PATH_SIZE = 4200, COPY_BYTES = 1 << 20, MOST_CONFIG = 1 << 20 };
-enum kind { KEPT, W8A8, GPTQ };
+enum { NO_LAYER = -1, MOST_LAYER = 4095 };
+enum kind { KEPT, W8A8, GPTQ, AWQ };
+
+struct entry {
+    const struct safetensors_tensor *tensor;
+    char name[64]; /* in GGUF files; "" outside layers */
+    int layer;
+    bool linear; /* a matrix of a layer */
+};
 
 struct hf {
     const struct quantize_flags *flags;
     struct safetensors *source;
-    const struct safetensors_tensor **order; /* [n_tensors], layer after layer */
+    struct entry *entries; /* [n_tensors], layer after layer */
     enum kind format;
-    char folder[PATH_SIZE]; /* OUT.PID.part */
+    struct grid grid;
+    char folder[HF_PATH]; /* OUT.PID.part */
     FILE *file;
     struct calibration *calibration;
+    struct awq_layer awq; /* with AWQ and a calibration */
     struct progress_bar bar;
 };
 
 /* ---- names ------------------------------------------------------------------------------------------------------------- */
 
-/* "model.layers.3.mlp.down_proj.weight" -> 3 and "blk.3.ffn_down.weight"; false for what is no linear layer of a decoder. */
-static bool linear_name(struct kvg_str name, int *layer, char out[64])
+static void name_entry(struct entry *entry, bool post_norms)
 {
-    static const struct {
-        const char *theirs, *ours;
-    } parts[] = {{"self_attn.q_proj.weight", "attn_q"}, {"self_attn.k_proj.weight", "attn_k"},
-                 {"self_attn.v_proj.weight", "attn_v"}, {"self_attn.o_proj.weight", "attn_output"},
-                 {"mlp.gate_proj.weight", "ffn_gate"},  {"mlp.up_proj.weight", "ffn_up"},
-                 {"mlp.down_proj.weight", "ffn_down"}};
-    char text[160];
-    int used = 0;
-    *layer = -1;
-    if (name.len >= sizeof text)
-        return false;
-    memcpy(text, name.bytes, name.len);
-    text[name.len] = '\0';
-    if (sscanf(text, "model.layers.%d.%n", layer, &used) != 1 || used == 0 || *layer < 0) {
-        *layer = -1;
-        return false;
+    char full[SAFETENSORS_NAME + 1];
+    snprintf(full, sizeof full, "%.*s", (int)entry->tensor->name.len, entry->tensor->name.bytes);
+    if (!loader_gguf_name(full, post_norms, entry->name) || sscanf(entry->name, "blk.%d.", &entry->layer) != 1) {
+        entry->name[0] = '\0';
+        entry->layer = NO_LAYER;
     }
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (strcmp(text + used, parts[i].theirs) == 0) {
-            snprintf(out, 64, "blk.%d.%s.weight", *layer, parts[i].ours);
-            return true;
-        }
-    return false;
+    size_t n = strlen(entry->name), end = strlen(".weight");
+    entry->linear = n > end && strcmp(entry->name + n - end, ".weight") == 0 && !strstr(entry->name, "norm");
 }
 
-static enum kind kind_of(const struct hf *hf, const struct safetensors_tensor *tensor)
+static enum kind kind_of(const struct hf *hf, const struct entry *entry)
 {
-    char name[64];
-    int layer;
-    if (kvg_str_eq(tensor->name, "lm_head.weight") && hf->flags->lm_head)
-        return hf->format;
-    return linear_name(tensor->name, &layer, name) ? hf->format : KEPT;
+    bool head = hf->flags->lm_head && kvg_str_eq(entry->tensor->name, "lm_head.weight");
+    return head || entry->linear ? hf->format : KEPT;
+}
+
+static const struct entry *find_entry(const struct hf *hf, const char *name)
+{
+    for (size_t i = 0; i < hf->source->n_tensors; i++)
+        if (strcmp(hf->entries[i].name, name) == 0)
+            return &hf->entries[i];
+    return NULL;
 }
 
 /* ---- the header -------------------------------------------------------------------------------------------------------- */
@@ -85,16 +86,17 @@ struct part {
 static uint32_t parts_of(const struct hf *hf, const struct safetensors_tensor *t, struct part out[4])
 {
     uint64_t rows = t->shape[0], cols = t->shape[1], groups = cols / hf->flags->group;
+    uint64_t qweight[2] = {hf->format == AWQ ? cols : cols / 8, hf->format == AWQ ? rows / 8 : rows};
     if (hf->format == W8A8) {
         out[0] = (struct part){".weight", "I8", {rows, cols}, 2, rows * cols};
         out[1] = (struct part){".weight_scale", "BF16", {rows, 1}, 2, rows * 2};
         return 2;
     }
-    out[0] = (struct part){".qweight", "I32", {cols / 8, rows}, 2, cols / 8 * rows * 4};
+    out[0] = (struct part){".qweight", "I32", {qweight[0], qweight[1]}, 2, cols / 8 * rows * 4};
     out[1] = (struct part){".qzeros", "I32", {groups, rows / 8}, 2, groups * (rows / 8) * 4};
     out[2] = (struct part){".scales", "F16", {groups, rows}, 2, groups * rows * 2};
     out[3] = (struct part){".g_idx", "I32", {cols}, 1, cols * 4};
-    return 4;
+    return hf->format == GPTQ ? 4 : 3;
 }
 
 static void add_header(struct kvg_buf *header, const char *name, size_t len, const char *suffix, const char *dtype,
@@ -117,7 +119,7 @@ static int check_tensor(const struct hf *hf, const struct safetensors_tensor *t,
     if (!safetensors_format(t->dtype) || t->n_dims != 2)
         return kvg_fail(err, KVG_UNSUPPORTED, "%.*s is %s of %u dimensions: only matrices of F32, F16 and BF16 are quantized",
                         shown, t->name.bytes, safetensors_dtype_name(t->dtype), t->n_dims);
-    if (hf->format == GPTQ && (t->shape[1] % hf->flags->group || t->shape[0] % 8))
+    if (hf->format != W8A8 && (t->shape[1] % hf->flags->group || t->shape[0] % 8))
         return kvg_fail(err, KVG_UNSUPPORTED, "%.*s is [%llu, %llu]: rows must come in 8s, columns in groups of %u", shown,
                         t->name.bytes, (unsigned long long)t->shape[0], (unsigned long long)t->shape[1], hf->flags->group);
     return 0;
@@ -130,9 +132,9 @@ static int write_header(struct hf *hf, struct kvg_error *err)
     int failed = 0;
     kvg_buf_puts(&header, "{\"__metadata__\": {\"format\": \"pt\"}");
     for (size_t i = 0; i < hf->source->n_tensors && !failed; i++) {
-        const struct safetensors_tensor *t = hf->order[i];
+        const struct safetensors_tensor *t = hf->entries[i].tensor;
         struct part parts[4];
-        if (kind_of(hf, t) == KEPT) {
+        if (kind_of(hf, &hf->entries[i]) == KEPT) {
             add_header(&header, t->name.bytes, t->name.len, "", safetensors_dtype_name(t->dtype), t->shape, t->n_dims, at,
                        t->n_bytes);
             at += t->n_bytes;
@@ -157,17 +159,16 @@ static int write_header(struct hf *hf, struct kvg_error *err)
     return failed;
 }
 
-/* ---- the tensors ------------------------------------------------------------------------------------------------------- */
+/* ---- matrices ---------------------------------------------------------------------------------------------------------- */
 
 struct matrix {
     const struct quant_format *from;
     const uint8_t *source;
-    float *values; /* [rows, cols] */
-    float *scales; /* [rows, cols / group] */
+    float *values;             /* [rows, cols] */
+    struct grid_range *ranges; /* [rows, cols / group] */
     int8_t *codes;
     uint16_t *row_scales;
     uint64_t rows, cols;
-    uint32_t group;
 };
 
 static void decode_rows(void *context, uint64_t first, uint64_t last)
@@ -178,23 +179,22 @@ static void decode_rows(void *context, uint64_t first, uint64_t last)
         quant_decode(m->from, m->source + r * bytes, m->values + r * m->cols, m->cols);
 }
 
+static int decode(const struct hf *hf, const struct safetensors_tensor *t, struct matrix *m, struct kvg_error *err)
+{
+    *m = (struct matrix){.from = safetensors_format(t->dtype), .source = t->data, .rows = t->shape[0], .cols = t->shape[1]};
+    m->values = malloc(m->rows * m->cols * sizeof *m->values);
+    if (!m->values)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu numbers", (unsigned long long)m->rows,
+                        (unsigned long long)m->cols);
+    parallel_ranges(hf->flags->threads, m->rows, decode_rows, m);
+    return 0;
+}
+
 static void pack_w8_rows(void *context, uint64_t first, uint64_t last)
 {
     struct matrix *m = context;
     for (uint64_t r = first; r < last; r++)
         m->row_scales[r] = int_pack_w8(m->values + r * m->cols, m->cols, m->codes + r * m->cols);
-}
-
-static void round_w4_rows(void *context, uint64_t first, uint64_t last)
-{
-    struct matrix *m = context;
-    uint64_t groups = m->cols / m->group;
-    for (uint64_t g = first * groups; g < last * groups; g++) {
-        float *x = m->values + g * m->group;
-        m->scales[g] = int_pack_w4_scale(x, m->group);
-        for (uint32_t i = 0; i < m->group; i++)
-            x[i] = int_pack_w4_nearest(x[i], m->scales[g]);
-    }
 }
 
 static int put(struct hf *hf, const void *bytes, size_t n, struct kvg_error *err)
@@ -216,19 +216,22 @@ static int write_w8(struct hf *hf, struct matrix *m, struct kvg_error *err)
     return failed ? failed : put(hf, m->row_scales, m->rows * sizeof *m->row_scales, err);
 }
 
-static int write_packed_w4(struct hf *hf, const struct matrix *m, struct kvg_error *err)
+static int write_packed_w4(struct hf *hf, const struct int_pack_matrix *m, struct kvg_error *err)
 {
-    uint64_t groups = m->cols / m->group;
-    uint32_t *qweight = malloc(m->cols / 8 * m->rows * 4), *qzeros = malloc(groups * (m->rows / 8) * 4);
+    uint64_t groups = m->cols / m->group, words = m->cols / 8 * m->rows, zeros = groups * (m->rows / 8);
+    uint32_t *qweight = malloc(words * 4), *qzeros = malloc(zeros * 4);
     uint16_t *scales = malloc(groups * m->rows * 2);
     int32_t *g_idx = malloc(m->cols * 4);
     int failed = qweight && qzeros && scales && g_idx ? 0 : kvg_fail(err, KVG_NOMEM, "no memory to pack a matrix");
     if (!failed) {
-        int_pack_gptq(m->values, m->scales, m->rows, m->cols, m->group, qweight, scales, qzeros, g_idx);
-        failed = put(hf, qweight, m->cols / 8 * m->rows * 4, err);
-        failed = failed ? failed : put(hf, qzeros, groups * (m->rows / 8) * 4, err);
+        if (hf->format == AWQ)
+            int_pack_awq(m, qweight, scales, qzeros);
+        else
+            int_pack_gptq(m, qweight, scales, qzeros, g_idx);
+        failed = put(hf, qweight, words * 4, err);
+        failed = failed ? failed : put(hf, qzeros, zeros * 4, err);
         failed = failed ? failed : put(hf, scales, groups * m->rows * 2, err);
-        failed = failed ? failed : put(hf, g_idx, m->cols * 4, err);
+        failed = failed || hf->format == AWQ ? failed : put(hf, g_idx, m->cols * 4, err);
     }
     free(qweight);
     free(qzeros);
@@ -237,92 +240,183 @@ static int write_packed_w4(struct hf *hf, const struct matrix *m, struct kvg_err
     return failed;
 }
 
-/* name: of a matrix that is calibrated where there is a calibration; NULL: it is rounded (lm_head, which is outside layers). */
-static int write_w4(struct hf *hf, struct matrix *m, const char *name, struct kvg_error *err)
+/* Columns in this order; new memory. */
+static int reorder(struct matrix *m, const uint32_t *order, struct kvg_error *err)
 {
-    const struct gptq_grid grid = {m->group, int_pack_w4_scale, int_pack_w4_nearest};
-    uint32_t n = 0;
-    int failed = 0;
-    m->scales = malloc(m->rows * (m->cols / m->group) * sizeof *m->scales);
-    if (!m->scales)
-        return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
-    if (hf->calibration && name) {
-        const float *factor = calibration_factor(hf->calibration, name, &n, err);
-        if (!factor && err->code != KVG_OK)
-            return err->code;
-        if (!factor || n != m->cols)
-            return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-        failed =
-            gptq_quantize(m->values, m->scales, (uint32_t)m->rows, (uint32_t)m->cols, factor, &grid, hf->flags->threads, err);
-    } else {
-        parallel_ranges(hf->flags->threads, m->rows, round_w4_rows, m);
-    }
-    return failed ? failed : write_packed_w4(hf, m, err);
+    float *values = malloc(m->rows * m->cols * sizeof *values);
+    if (!values)
+        return kvg_fail(err, KVG_NOMEM, "no memory to order %llu columns", (unsigned long long)m->cols);
+    for (uint64_t r = 0; r < m->rows; r++)
+        for (uint64_t c = 0; c < m->cols; c++)
+            values[r * m->cols + c] = m->values[r * m->cols + order[c]];
+    free(m->values);
+    m->values = values;
+    return 0;
 }
 
-static int write_tensor(struct hf *hf, const struct safetensors_tensor *t, struct kvg_error *err)
+/* GPTQ; *order: the columns' afterwards, NULL: as they were. */
+static int round_gptq(struct hf *hf, struct matrix *m, const char *name, const uint32_t **order, struct kvg_error *err)
 {
-    char name[64];
-    int layer, failed = 0;
-    progress_advance(&hf->bar, t->n_bytes);
-    if (kind_of(hf, t) == KEPT)
-        return put(hf, t->data, t->n_bytes, err);
-    bool linear = linear_name(t->name, &layer, name);
-    if (hf->calibration && linear && (failed = calibration_reach(hf->calibration, (uint32_t)layer, err)))
+    uint32_t n = 0;
+    int failed;
+    const float *factor = calibration_factor(hf->calibration, name, &n, err);
+    if (!factor && err->code != KVG_OK)
+        return err->code;
+    if (!factor || n != m->cols)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
+    if ((*order = calibration_order(hf->calibration, name)) && (failed = reorder(m, *order, err)))
         return failed;
-    struct matrix m = {.from = safetensors_format(t->dtype),
-                       .source = t->data,
-                       .rows = t->shape[0],
-                       .cols = t->shape[1],
-                       .group = hf->flags->group};
-    m.values = malloc(m.rows * m.cols * sizeof *m.values);
-    if (!m.values)
-        return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu numbers", (unsigned long long)m.rows,
-                        (unsigned long long)m.cols);
-    parallel_ranges(hf->flags->threads, m.rows, decode_rows, &m);
-    failed = hf->format == W8A8 ? write_w8(hf, &m, err) : write_w4(hf, &m, linear ? name : NULL, err);
+    return gptq_quantize(m->values, m->ranges, (uint32_t)m->rows, (uint32_t)m->cols, factor, &hf->grid, hf->flags->threads, err);
+}
+
+/* lm_head, which is outside layers, is rounded, calibration or not. */
+static int write_w4(struct hf *hf, struct matrix *m, const struct entry *entry, struct kvg_error *err)
+{
+    const uint32_t *order = NULL;
+    int failed = 0;
+    m->ranges = malloc(m->rows * (m->cols / hf->grid.group) * sizeof *m->ranges);
+    if (!m->ranges)
+        return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
+    if (!hf->calibration || !entry->linear)
+        grid_round(m->values, m->ranges, m->rows, m->cols, &hf->grid, hf->flags->threads);
+    else if (hf->format == AWQ)
+        failed = awq_layer_round(&hf->awq, entry->name, m->values, m->ranges, (uint32_t)m->rows, (uint32_t)m->cols, err);
+    else
+        failed = round_gptq(hf, m, entry->name, &order, err);
+    const struct int_pack_matrix packed = {m->values, m->ranges, order, m->rows, m->cols, hf->grid.group};
+    return failed ? failed : write_packed_w4(hf, &packed, err);
+}
+
+/* ---- AWQ --------------------------------------------------------------------------------------------------------------- */
+
+static int read_matrix(void *context, const char *name, float **weights, uint32_t *rows, uint32_t *cols, struct kvg_error *err)
+{
+    const struct hf *hf = context;
+    const struct entry *entry = find_entry(hf, name);
+    struct matrix m;
+    if (!entry)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s is no matrix of the folder", name);
+    int failed = decode(hf, entry->tensor, &m, err);
+    *weights = m.values;
+    *rows = (uint32_t)m.rows;
+    *cols = (uint32_t)m.cols;
+    return failed;
+}
+
+/* The norm divided by the scales, in its type's bytes. fit: the scales become what the rounded norm divides by, so that nothing
+ * is lost by its rounding. */
+static int divide_norm(const struct hf *hf, const struct entry *entry, float *scales, uint32_t n, bool fit, uint8_t *out,
+                       struct kvg_error *err)
+{
+    const struct safetensors_tensor *t = entry->tensor;
+    const struct quant_format *format = safetensors_format(t->dtype);
+    float one = calibration_family(hf->calibration)->traits & FAMILY_NORM_PLUS_1 ? 1 : 0, back;
+    if (!format || t->n_dims != 1 || t->shape[0] != n)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s is no vector of %u F32, F16 or BF16", entry->name, n);
+    for (uint32_t i = 0; i < n; i++, out += format->block_bytes) {
+        float value, divided;
+        quant_decode(format, t->data + (size_t)i * format->block_bytes, &value, 1);
+        divided = (value + one) / scales[i] - one;
+        rounding_encode(format, &divided, 1, out);
+        quant_decode(format, out, &back, 1);
+        float now = (value + one) / (back + one);
+        if (fit)
+            scales[i] = isfinite(now) && now > 0 ? now : 1;
+    }
+    return 0;
+}
+
+static int search_layer(struct hf *hf, int layer, struct kvg_error *err)
+{
+    int failed = awq_layer_search(&hf->awq, layer, err);
+    for (size_t i = 0; i < hf->source->n_tensors && !failed; i++) {
+        const struct entry *entry = &hf->entries[i];
+        uint32_t n;
+        float *scales = entry->linear ? NULL : awq_layer_divisors(&hf->awq, entry->name, &n);
+        uint8_t *bytes = scales ? malloc((size_t)n * sizeof(float)) : NULL;
+        if (scales)
+            failed = bytes ? divide_norm(hf, entry, scales, n, true, bytes, err)
+                           : kvg_fail(err, KVG_NOMEM, "no memory for a norm of %u", n);
+        free(bytes);
+    }
+    return failed;
+}
+
+/* Norms whose inputs AWQ scales, else bytes as they are. */
+static int write_kept(struct hf *hf, const struct entry *entry, struct kvg_error *err)
+{
+    uint32_t n;
+    float *scales = hf->awq.calibration ? awq_layer_divisors(&hf->awq, entry->name, &n) : NULL;
+    if (!scales)
+        return put(hf, entry->tensor->data, entry->tensor->n_bytes, err);
+    uint8_t *bytes = malloc((size_t)n * sizeof(float));
+    int failed =
+        bytes ? divide_norm(hf, entry, scales, n, false, bytes, err) : kvg_fail(err, KVG_NOMEM, "no memory for a norm of %u", n);
+    failed = failed ? failed : put(hf, bytes, entry->tensor->n_bytes, err);
+    free(bytes);
+    return failed;
+}
+
+/* ---- the tensors ------------------------------------------------------------------------------------------------------- */
+
+static int write_tensor(struct hf *hf, const struct entry *entry, struct kvg_error *err)
+{
+    struct matrix m;
+    int failed = 0;
+    progress_advance(&hf->bar, entry->tensor->n_bytes);
+    if (hf->calibration && entry->layer != NO_LAYER)
+        failed = calibration_reach(hf->calibration, (uint32_t)entry->layer, err);
+    if (!failed && hf->awq.calibration && entry->layer > hf->awq.layer)
+        failed = search_layer(hf, entry->layer, err);
+    if (failed)
+        return failed;
+    if (kind_of(hf, entry) == KEPT)
+        return write_kept(hf, entry, err);
+    if (!(failed = decode(hf, entry->tensor, &m, err)))
+        failed = hf->format == W8A8 ? write_w8(hf, &m, err) : write_w4(hf, &m, entry, err);
     free(m.values);
-    free(m.scales);
+    free(m.ranges);
     free(m.codes);
     free(m.row_scales);
-    safetensors_release(hf->source, t);
+    safetensors_release(hf->source, entry->tensor);
     return failed;
 }
 
 /* Tensors by layer, so that each layer's calibration is at hand when they are written. */
-static int order_tensors(struct hf *hf, struct kvg_error *err)
+static int list_tensors(struct hf *hf, struct kvg_error *err)
 {
     size_t n = hf->source->n_tensors, at = 0;
-    int most = -1, layer;
-    char name[64];
-    hf->order = calloc(n + 1, sizeof *hf->order);
-    if (!hf->order)
+    int most = NO_LAYER;
+    bool post_norms = hf->calibration && calibration_family(hf->calibration)->traits & FAMILY_POST_NORMS;
+    struct entry *found = calloc(n + 1, sizeof *found);
+    hf->entries = calloc(n + 1, sizeof *hf->entries);
+    if (!found || !hf->entries) {
+        free(found);
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu tensors", n);
-    for (size_t i = 0; i < n; i++) {
-        linear_name(hf->source->tensors[i].name, &layer, name);
-        most = layer > most ? layer : most;
     }
-    if (most > 4095)
-        return kvg_fail(err, KVG_FILE, "%.200s: a tensor of layer %d", hf->flags->in, most);
-    for (int wanted = -1; wanted <= most; wanted++)
-        for (size_t i = 0; i < n; i++) {
-            linear_name(hf->source->tensors[i].name, &layer, name);
-            if (layer == wanted)
-                hf->order[at++] = &hf->source->tensors[i];
-        }
-    return 0;
+    for (size_t i = 0; i < n; i++) {
+        found[i].tensor = &hf->source->tensors[i];
+        name_entry(&found[i], post_norms);
+        most = found[i].layer > most ? found[i].layer : most;
+    }
+    for (int layer = NO_LAYER; layer <= most && most <= MOST_LAYER; layer++)
+        for (size_t i = 0; i < n; i++)
+            if (found[i].layer == layer)
+                hf->entries[at++] = found[i];
+    free(found);
+    return most <= MOST_LAYER ? 0 : kvg_fail(err, KVG_FILE, "%.200s: a tensor of layer %d", hf->flags->in, most);
 }
 
 static int write_weights(struct hf *hf, struct kvg_error *err)
 {
-    char path[PATH_SIZE + 32];
+    char path[HF_PATH + 32];
     snprintf(path, sizeof path, "%s/model.safetensors", hf->folder);
     if (!(hf->file = fopen(path, "wbx")))
         return kvg_fail(err, KVG_FILE, "cannot create %.200s: %s", path, strerror(errno));
     int failed = write_header(hf, err);
     progress_begin(&hf->bar, "quantizing", hf->source->total_bytes);
     for (size_t i = 0; i < hf->source->n_tensors && !failed; i++)
-        failed = write_tensor(hf, hf->order[i], err);
+        failed = write_tensor(hf, &hf->entries[i], err);
     if (!failed)
         progress_end(&hf->bar);
     bool good = fflush(hf->file) == 0 && fsync(fileno(hf->file)) == 0;
@@ -330,7 +424,7 @@ static int write_weights(struct hf *hf, struct kvg_error *err)
     return failed || good ? failed : kvg_fail(err, KVG_FILE, "cannot write %.200s: %s", path, strerror(errno));
 }
 
-/* ---- the other files --------------------------------------------------------------------------------------------------- */
+/* ---- the whole --------------------------------------------------------------------------------------------------------- */
 
 static const char w8a8_config[] =
     "{\"quant_method\": \"compressed-tensors\", \"format\": \"int-quantized\", \"quantization_status\": \"compressed\", "
@@ -343,141 +437,75 @@ static const char w8a8_config[] =
     "true, "
     "\"group_size\": null, \"actorder\": null, \"observer\": null}, \"output_activations\": null}}}";
 static const char gptq_config[] =
-    "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %u, \"desc_act\": false, \"sym\": true, "
+    "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %u, \"desc_act\": %s, \"sym\": true, "
     "\"damp_percent\": %g, \"lm_head\": %s, \"checkpoint_format\": \"gptq\"}";
+static const char awq_config[] =
+    "{\"quant_method\": \"awq\", \"bits\": 4, \"group_size\": %u, \"zero_point\": true, \"version\": \"gemm\", "
+    "\"modules_to_not_convert\": null, \"lm_head\": %s}";
 
-/* config.json of IN with a quantization_config: every other member as its text stands there. */
-static int write_config(const struct hf *hf, const char *text, size_t n, struct kvg_error *err)
+/* The quantization_config, as Hugging Face' libraries and vLLM read it. */
+static void add_config(struct kvg_buf *out, const struct hf *hf)
 {
-    struct kvg_arena arena;
-    struct kvg_json *config;
-    struct kvg_buf out = {0};
-    char path[PATH_SIZE + 32];
-    kvg_arena_init(&arena, 0);
-    int failed = kvg_json_parse(&arena, text, n, NULL, &config, err);
-    if (!failed && config->type != KVG_JSON_OBJECT)
-        failed = kvg_fail(err, KVG_FILE, "%.200s/config.json is no object", hf->flags->in);
-    if (!failed && kvg_json_get(config, "quantization_config"))
-        failed =
-            kvg_fail(err, KVG_UNSUPPORTED, "%.200s is quantized already (quantization_config in its config.json)", hf->flags->in);
-    if (!failed) {
-        kvg_buf_puts(&out, "{\n");
-        for (uint32_t i = 0; i < config->n; i++) {
-            kvg_buf_puts(&out, "  ");
-            kvg_buf_json_string(&out, config->items[i].key.bytes, config->items[i].key.len);
-            kvg_buf_puts(&out, ": ");
-            kvg_buf_add(&out, text + config->items[i].start, config->items[i].end - config->items[i].start);
-            kvg_buf_puts(&out, ",\n");
-        }
-        kvg_buf_puts(&out, "  \"quantization_config\": ");
-        if (hf->format == W8A8)
-            kvg_buf_printf(&out, w8a8_config, hf->flags->lm_head ? "" : "\"lm_head\"");
-        else
-            kvg_buf_printf(&out, gptq_config, hf->flags->group, CALIBRATION_DAMPING, hf->flags->lm_head ? "true" : "false");
-        kvg_buf_puts(&out, "\n}\n");
-        snprintf(path, sizeof path, "%s/config.json", hf->folder);
-        FILE *file = fopen(path, "wbx");
-        bool good = file && !out.failed && fwrite(out.bytes, 1, out.len, file) == out.len;
-        good = file && fclose(file) == 0 && good;
-        failed = good ? 0 : kvg_fail(err, KVG_FILE, "cannot write %.200s: %s", path, strerror(errno));
-    }
-    kvg_buf_free(&out);
-    kvg_arena_free(&arena);
-    return failed;
-}
-
-static int read_config(const struct hf *hf, struct kvg_error *err)
-{
-    char path[PATH_SIZE + 32];
-    snprintf(path, sizeof path, "%s/config.json", hf->flags->in);
-    FILE *file = fopen(path, "rb");
-    char *text = malloc(MOST_CONFIG);
-    size_t n = file && text ? fread(text, 1, MOST_CONFIG, file) : 0;
-    int failed = n > 0 && n < MOST_CONFIG ? write_config(hf, text, n, err)
-                                          : kvg_fail(err, KVG_FILE, "%.200s cannot be read, is empty or over 1 MiB", path);
-    if (file)
-        fclose(file);
-    free(text);
-    return failed;
-}
-
-static int copy_file(const struct hf *hf, const char *name, struct kvg_error *err)
-{
-    char from[PATH_SIZE + 300], to[PATH_SIZE + 300];
-    snprintf(from, sizeof from, "%s/%s", hf->flags->in, name);
-    snprintf(to, sizeof to, "%s/%s", hf->folder, name);
-    FILE *in = fopen(from, "rb"), *out = in ? fopen(to, "wbx") : NULL;
-    char *piece = malloc(COPY_BYTES);
-    bool good = out && piece;
-    for (size_t n; good && (n = fread(piece, 1, COPY_BYTES, in)) > 0;)
-        good = fwrite(piece, 1, n, out) == n;
-    good = good && !ferror(in);
-    if (in)
-        fclose(in);
-    good = (!out || fclose(out) == 0) && good;
-    free(piece);
-    return good ? 0 : kvg_fail(err, KVG_FILE, "cannot copy %.200s: %s", from, strerror(errno));
-}
-
-/* Tokenizer, templates, licence: all plain files but the weights and config.json. */
-static int copy_files(const struct hf *hf, struct kvg_error *err)
-{
-    DIR *folder = opendir(hf->flags->in);
-    struct dirent *entry;
-    struct stat found;
-    char path[PATH_SIZE + 300];
-    int failed = folder ? 0 : kvg_fail(err, KVG_FILE, "%.200s is no folder that can be read: %s", hf->flags->in, strerror(errno));
-    while (!failed && (entry = readdir(folder))) {
-        const char *name = entry->d_name;
-        snprintf(path, sizeof path, "%s/%s", hf->flags->in, name);
-        if (stat(path, &found) != 0 || !S_ISREG(found.st_mode) || strcmp(name, "config.json") == 0 ||
-            strstr(name, ".safetensors") || strstr(name, ".bin") || strstr(name, ".gguf"))
-            continue;
-        failed = copy_file(hf, name, err);
-    }
-    if (folder)
-        closedir(folder);
-    return failed;
-}
-
-/* ---- the whole --------------------------------------------------------------------------------------------------------- */
-
-static void remove_folder(const char *path)
-{
-    DIR *folder = opendir(path);
-    struct dirent *entry;
-    char file[PATH_SIZE + 300];
-    while (folder && (entry = readdir(folder))) {
-        snprintf(file, sizeof file, "%s/%s", path, entry->d_name);
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            unlink(file);
-    }
-    if (folder)
-        closedir(folder);
-    rmdir(path);
+    const struct quantize_flags *flags = hf->flags;
+    const char *head = flags->lm_head ? "true" : "false";
+    if (hf->format == W8A8)
+        kvg_buf_printf(out, w8a8_config, flags->lm_head ? "" : "\"lm_head\"");
+    else if (hf->format == GPTQ)
+        kvg_buf_printf(out, gptq_config, flags->group, flags->act_order ? "true" : "false", CALIBRATION_DAMPING, head);
+    else
+        kvg_buf_printf(out, awq_config, flags->group, head);
 }
 
 static int write_folder(struct hf *hf, struct kvg_error *err)
 {
+    struct kvg_buf config = {0};
     int failed;
     if (mkdir(hf->folder, 0777) != 0)
         return kvg_fail(err, KVG_FILE, "cannot create %.200s: %s", hf->folder, strerror(errno));
-    if ((failed = read_config(hf, err)) || (failed = copy_files(hf, err)) || (failed = write_weights(hf, err))) {
-        remove_folder(hf->folder);
-        return failed;
+    add_config(&config, hf);
+    if ((failed = hf_files_config(hf->flags->in, hf->folder, &config, err)) ||
+        (failed = hf_files_copy(hf->flags->in, hf->folder, err)) || (failed = write_weights(hf, err)))
+        hf_files_remove(hf->folder);
+    else if (rename(hf->folder, hf->flags->out) != 0) {
+        failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->flags->out, strerror(errno));
+        hf_files_remove(hf->folder);
     }
-    if (rename(hf->folder, hf->flags->out) == 0)
-        return 0;
-    failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->flags->out, strerror(errno));
-    remove_folder(hf->folder);
+    kvg_buf_free(&config);
     return failed;
+}
+
+static int calibrate(struct hf *hf, struct kvg_error *err)
+{
+    const struct quantize_flags *flags = hf->flags;
+    struct calibration_options options = {.model = flags->in,
+                                          .text = flags->calibration,
+                                          .tokens = flags->tokens,
+                                          .context = flags->context,
+                                          .threads = flags->threads,
+                                          .memory_mib = flags->memory_mib,
+                                          .act_order = flags->act_order};
+    int failed = calibration_open(&hf->calibration, &options, err);
+    if (!failed && hf->format == AWQ)
+        hf->awq = (struct awq_layer){.read = read_matrix,
+                                     .context = hf,
+                                     .calibration = hf->calibration,
+                                     .grid = &hf->grid,
+                                     .threads = flags->threads,
+                                     .layer = NO_LAYER};
+    return failed;
+}
+
+static enum kind format_of(const struct quantize_flags *flags)
+{
+    return strcmp(flags->format, "w8a8") == 0 ? W8A8 : strcmp(flags->format, "gptq-int4") == 0 ? GPTQ : AWQ;
 }
 
 int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
 {
-    struct hf hf = {.flags = flags, .format = strcmp(flags->format, "w8a8") == 0 ? W8A8 : GPTQ};
+    struct hf hf = {.flags = flags, .format = format_of(flags)};
     struct stat there;
     int failed;
+    hf.grid = (struct grid){flags->group, hf.format == AWQ ? grid_fit_asymmetric : grid_fit_symmetric};
     if (lstat(flags->out, &there) == 0)
         return kvg_fail(err, KVG_FILE, "%.200s exists already", flags->out);
     if (snprintf(hf.folder, sizeof hf.folder, "%s.%ld.part", flags->out, (long)getpid()) >= 4096)
@@ -487,15 +515,13 @@ int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
     if (flags->lm_head && !safetensors_find(hf.source, "lm_head.weight"))
         failed =
             kvg_fail(err, KVG_UNSUPPORTED, "--lm-head: %.200s has no lm_head.weight (it is tied to the embedding)", flags->in);
-    if (!failed && flags->calibration) {
-        struct calibration_options options = {flags->in,      flags->calibration, flags->tokens,
-                                              flags->context, flags->threads,     flags->memory_mib};
-        failed = calibration_open(&hf.calibration, &options, err);
-    }
-    if (!failed && !(failed = order_tensors(&hf, err)))
+    if (!failed && flags->calibration)
+        failed = calibrate(&hf, err);
+    if (!failed && !(failed = list_tensors(&hf, err)))
         failed = write_folder(&hf, err);
+    awq_layer_free(&hf.awq);
     calibration_close(hf.calibration);
-    free(hf.order);
+    free(hf.entries);
     safetensors_close(hf.source);
     return failed;
 }

@@ -1,6 +1,7 @@
 #include "gpu-worker/tools/rounding.h"
 #include <string.h>
 #include "gpu-worker/quant/f16.h"
+#include "gpu-worker/tools/grid.h"
 
 static void encode_q8_0(const float *x, uint8_t *dst)
 {
@@ -14,40 +15,20 @@ static void encode_q8_0(const float *x, uint8_t *dst)
         dst[2 + i] = (uint8_t)(int8_t)rounding_nearest(x[i] * inverse, -127, 127);
 }
 
-float rounding_q4_0_scale(const float *x, uint32_t group)
-{
-    float extreme = 0;
-    for (uint32_t i = 0; i < group; i++)
-        if (fabsf(x[i]) > fabsf(extreme))
-            extreme = x[i];
-    return f16_to_f32(f32_to_f16(extreme / -8));
-}
-
-/* 0 to 15; 8 is zero. */
-static int q4_0_code(float x, float scale)
-{
-    return scale != 0 ? rounding_nearest(x / scale, -8, 7) + 8 : 8;
-}
-
-float rounding_q4_0_nearest(float x, float scale)
-{
-    return scale * (float)(q4_0_code(x, scale) - 8);
-}
-
-void rounding_q4_0_pack(const float *x, const float *scales, uint64_t n, uint8_t *out)
+void rounding_q4_0_pack(const float *x, const struct grid_range *ranges, uint64_t n, uint8_t *out)
 {
     for (uint64_t g = 0; g < n / QUANT_GROUP; g++, x += QUANT_GROUP, out += quant_q4_0.block_bytes) {
-        uint16_t bits = f32_to_f16(scales[g]);
+        uint16_t bits = f32_to_f16(ranges[g].scale);
         memcpy(out, &bits, 2);
         for (int i = 0; i < 16; i++)
-            out[2 + i] = (uint8_t)(q4_0_code(x[i], scales[g]) | q4_0_code(x[16 + i], scales[g]) << 4);
+            out[2 + i] = (uint8_t)(grid_code(x[i], ranges[g]) | grid_code(x[16 + i], ranges[g]) << 4);
     }
 }
 
 static void encode_q4_0(const float *x, uint8_t *dst)
 {
-    float scale = rounding_q4_0_scale(x, QUANT_GROUP);
-    rounding_q4_0_pack(x, &scale, QUANT_GROUP, dst);
+    struct grid_range range = grid_fit_extreme(x, QUANT_GROUP, 1);
+    rounding_q4_0_pack(x, &range, QUANT_GROUP, dst);
 }
 
 int rounding_encode(const struct quant_format *format, const float *x, size_t n, void *dst)
@@ -55,9 +36,9 @@ int rounding_encode(const struct quant_format *format, const float *x, size_t n,
     uint8_t *out = dst;
     if (format == &quant_f32) {
         memcpy(dst, x, n * sizeof *x);
-    } else if (format == &quant_bf16) {
+    } else if (format == &quant_bf16 || format == &quant_f16) {
         for (size_t i = 0; i < n; i++) {
-            uint16_t bits = f32_to_bf16(x[i]);
+            uint16_t bits = format == &quant_bf16 ? f32_to_bf16(x[i]) : f32_to_f16(x[i]);
             memcpy(out + 2 * i, &bits, 2);
         }
     } else if (format == &quant_q8_0 || format == &quant_q4_0) {

@@ -5,16 +5,13 @@
 #include <stdint.h>
 #include "gpu-worker/quant/quant.h"
 
-/* dst = the row x[0..n) in `format` (Q8_0, Q4_0, BF16, F32); n a whole number of its blocks. Scales: Q8_0 max|x| / 127; Q4_0 the
- * number of largest magnitude / -8, so that it is represented exactly. Returns 0, or -1 where the format has no encoder. */
+/* dst = the row x[0..n) in `format` (Q8_0, Q4_0, BF16, F16, F32); n a whole number of its blocks. Scales: Q8_0 max|x| / 127; Q4_0
+ * the number of largest magnitude / -8, so that it is represented exactly. Returns 0, or -1 where the format has no encoder. */
 int rounding_encode(const struct quant_format *format, const float *x, size_t n, void *dst);
 
-/* The grid of Q4_0, as gptq.h wants one: the scale that a group of 32 gets, a number that f16 holds, and the number of the grid
- * that is nearest to x. */
-float rounding_q4_0_scale(const float *x, uint32_t group);
-float rounding_q4_0_nearest(float x, float scale);
-/* x[0..n) under the scales [n / 32] of its groups -> Q4_0's bytes. */
-void rounding_q4_0_pack(const float *x, const float *scales, uint64_t n, uint8_t *out);
+struct grid_range;
+/* x[0..n) under the ranges [n / 32] of its groups, whose zero points are 8 (grid.h) -> Q4_0's bytes. */
+void rounding_q4_0_pack(const float *x, const struct grid_range *ranges, uint64_t n, uint8_t *out);
 
 /* To the nearest whole number, halves away from zero, inside low..high. */
 static inline int rounding_nearest(float x, int low, int high)

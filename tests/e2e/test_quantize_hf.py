@@ -77,13 +77,25 @@ def test_w8a8_has_a_scale_a_row_and_config_names_it(folder, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"kept": 1}'
 
 
-def unpack_gptq(out, name, group):
+def nibbles(words, axis, order=range(8)):
+    """Codes of I32 words along an axis: code i of a word is nibble order[i]."""
+    parts = np.stack([(words.view("<u4") >> 4 * i) & 15 for i in order], axis + 1).astype(int)
+    return parts.reshape(*words.shape[:axis], -1, *words.shape[axis + 1:])
+
+
+def unpack_gptq(out, name):
     """Weights [rows, cols] as the format means them: scale * (code - (stored zero + 1))."""
     qweight, qzeros, scales, g_idx = (out[f"{name}.{part}"][1] for part in ("qweight", "qzeros", "scales", "g_idx"))
-    codes = np.stack([(qweight.view("<u4") >> 4 * i) & 15 for i in range(8)], 1).reshape(-1, qweight.shape[1]).astype(int)
-    zeros = np.stack([(qzeros.view("<u4") >> 4 * i) & 15 for i in range(8)], 2).reshape(qzeros.shape[0], -1).astype(int) + 1
-    assert np.array_equal(g_idx, np.arange(len(g_idx)) // group)
+    codes, zeros = nibbles(qweight, 0), nibbles(qzeros, 1) + 1
     return (scales.astype("f4")[g_idx] * (codes - zeros[g_idx])).T
+
+
+def unpack_awq(out, name):
+    """The same of AWQ: scale * (code - zero), a word's nibbles are rows 0 2 4 6 1 3 5 7."""
+    qweight, qzeros, scales = (out[f"{name}.{part}"][1] for part in ("qweight", "qzeros", "scales"))
+    codes, zeros = (nibbles(words, 1, (0, 4, 1, 5, 2, 6, 3, 7)) for words in (qweight, qzeros))
+    group = len(codes) // len(scales)
+    return (np.repeat(scales.astype("f4"), group, 0) * (codes - np.repeat(zeros, group, 0))).T
 
 
 @pytest.mark.parametrize("group", [128, 32])
@@ -93,13 +105,34 @@ def test_gptq_int4_unpacks_to_the_nearest_numbers(group, folder, tmp_path):
     source, out = load(folder), load(tmp_path / "out")
     for name in names():
         weight = source[name + ".weight"][1]
-        got = unpack_gptq(out, name, group)
+        got = unpack_gptq(out, name)
+        assert np.array_equal(out[name + ".g_idx"][1], np.arange(weight.shape[1]) // group)
         step = np.repeat(2 * np.abs(weight.reshape(weight.shape[0], -1, group)).max(2) / 15, group, 1)
         assert got.shape == weight.shape
         # -8 to 7 steps: the largest magnitude is 7.5 steps
         assert np.all(np.abs(got - weight) <= 0.51 * step + 1e-6)
     about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
     assert (about["quant_method"], about["bits"], about["group_size"], about["desc_act"], about["sym"]) == ("gptq", 4, group, False, True)
+    packed = sum(out[f"{n}.{p}"][1].nbytes for n in names() for p in ("qweight", "qzeros", "scales"))
+    assert group == 32 or packed <= 0.27 * sum(2 * source[n + ".weight"][1].size for n in names())
+
+
+@pytest.mark.parametrize("group", [128, 32])
+def test_awq_int4_unpacks_to_the_nearest_numbers(group, folder, tmp_path):
+    done = quantize(folder, tmp_path / "out", "--format", "awq-int4", "--group", group)
+    assert done.returncode == 0, done.stderr
+    source, out = load(folder), load(tmp_path / "out")
+    assert not any(name.endswith(".g_idx") for name in out)
+    for name in names():
+        weight = source[name + ".weight"][1]
+        groups = weight.reshape(weight.shape[0], -1, group)
+        step = np.repeat((np.maximum(groups.max(2), 0) - np.minimum(groups.min(2), 0)) / 15, group, 1)
+        got = unpack_awq(out, name)
+        # the zero point is whole: the ends are off by up to half a step
+        assert got.shape == weight.shape and np.all(np.abs(got - weight) <= 1.01 * step + 1e-6)
+        assert np.square(got - weight).mean() <= 1.2 * np.square(step).mean() / 12
+    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
+    assert (about["quant_method"], about["bits"], about["group_size"], about["zero_point"], about["version"]) == ("awq", 4, group, True, "gemm")
     packed = sum(out[f"{n}.{p}"][1].nbytes for n in names() for p in ("qweight", "qzeros", "scales"))
     assert group == 32 or packed <= 0.27 * sum(2 * source[n + ".weight"][1].size for n in names())
 
@@ -148,6 +181,87 @@ def test_layers_are_calibrated_and_lm_head_is_rounded(spoken, tmp_path):
     assert np.array_equal(gptq["lm_head.scales"][1], rounded["lm_head.scales"][1])
     kl = {name: divergence(tmp_path / name, spoken / "hf", spoken / "unseen.txt") for name in ("rounded", "gptq")}
     assert 0 < kl["gptq"] < kl["rounded"], kl
+
+
+def plain_twin(quantized, source, path, unpack):
+    """The folder with the linear layers that `unpack` makes of the quantized one's codes, in F32."""
+    shutil.copytree(source, path)
+    out = load(quantized)
+    tensors = {name: array for name, (_, array) in out.items() if name.rsplit(".", 1)[0] not in names()}
+    hf_folder.write_weights(path, {**tensors, **{name + ".weight": unpack(out, name).astype("<f4") for name in names()}})
+    return path
+
+
+CALIBRATION = ["--context", 64, "--tokens", 2048, "--group", 32]
+
+
+def test_act_order_is_read_as_it_is_written_and_beats_rounding(spoken, tmp_path):
+    flags = ["--format", "gptq-int4", *CALIBRATION]
+    for name, more in (("rounded", []), ("ordered", ["--calibration", spoken / "seen.txt", "--act-order"])):
+        done = quantize(spoken / "hf", tmp_path / name, *flags, *more)
+        assert done.returncode == 0, done.stderr
+    out = load(tmp_path / "ordered")
+    assert json.load(open(tmp_path / "ordered" / "config.json"))["quantization_config"]["desc_act"] is True
+    for name in names():
+        g_idx = out[name + ".g_idx"][1]
+        assert not np.array_equal(g_idx, np.sort(g_idx)) and np.all(np.bincount(g_idx) == 32)
+    at = "model.layers.0.self_attn."
+    assert np.array_equal(out[at + "q_proj.g_idx"][1], out[at + "v_proj.g_idx"][1])  # one input, one order
+    twin = plain_twin(tmp_path / "ordered", spoken / "hf", tmp_path / "twin", unpack_gptq)
+    kl = {name: divergence(tmp_path / name, spoken / "hf", spoken / "unseen.txt") for name in ("rounded", "ordered")}
+    assert 0 < kl["ordered"] < kl["rounded"], kl
+    assert divergence(tmp_path / "ordered", twin, spoken / "unseen.txt") < 0.02 * kl["ordered"]
+
+
+def bf16_norms(spoken, path):
+    """The folder with its norms in BF16, as models have them, and no longer all alike."""
+    shutil.copytree(spoken, path)
+    rng = np.random.default_rng(5)
+    tensors = {}
+    for name, (_, array) in load(spoken).items():
+        if "layernorm" in name:
+            array = hf_folder.bf16(0.5 + rng.random(array.shape))
+        tensors[name] = array
+    hf_folder.write_weights(path, tensors)
+    return path
+
+
+def test_awq_scales_columns_divides_what_feeds_them_and_beats_rounding(spoken, tmp_path):
+    source = bf16_norms(spoken / "hf", tmp_path / "source")
+    flags = ["--format", "awq-int4", *CALIBRATION]
+    for name, more in (("rounded", []), ("awq", ["--calibration", spoken / "seen.txt"]), ("passes", ["--calibration", spoken / "seen.txt", "--memory", 1])):
+        done = quantize(source, tmp_path / name, *flags, *more)
+        assert done.returncode == 0, done.stderr
+    before, awq, passes = load(source), load(tmp_path / "awq"), load(tmp_path / "passes")
+    assert all(np.array_equal(array, passes[name][1]) for name, (_, array) in awq.items())
+    norms = [name for name in before if "layernorm" in name]
+    assert all(awq[name][0] == "BF16" for name in norms)
+    assert sum(not np.array_equal(awq[name][1], before[name][1]) for name in norms) >= 2
+    for name in names():
+        if "o_proj" in name or "down_proj" in name:
+            continue
+        # column by column the matrix has grown by what its norm has shrunk by
+        norm = name.rsplit(".", 2)[0] + (".input_layernorm.weight" if "self_attn" in name else ".post_attention_layernorm.weight")
+        scale, got, want = before[norm][1] / awq[norm][1], unpack_awq(awq, name), before[name + ".weight"][1]
+        if "up_proj" in name:  # rows are divided for down_proj
+            want = want * (np.abs(got / scale).sum(1) / np.abs(want).sum(1))[:, None]
+        error = np.sqrt(np.square(got / scale - want).mean() / np.square(want).mean())
+        assert error < 0.2, (name, error)
+    twin = plain_twin(tmp_path / "awq", source, tmp_path / "twin", unpack_awq)
+    kl = {name: divergence(tmp_path / name, source, spoken / "unseen.txt") for name in ("rounded", "awq")}
+    assert 0 < kl["awq"] < kl["rounded"], kl
+    assert divergence(tmp_path / "awq", twin, spoken / "unseen.txt") < 0.02 * kl["awq"]
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--format", "gptq-int4", "--act-order"], ["--act-order", "--calibration"]),
+    (["--format", "awq-int4", "--calibration", "x", "--act-order"], ["--act-order", "gptq-int4"]),
+    (["--format", "awq-int4", "--calibration", "x", "--awq"], ["--awq", "q4_0"]),
+    (["--format", "w8a8", "--calibration", "x"], ["--calibration", "awq-int4"]),
+])
+def test_flags_that_do_not_fit_are_refused(args, words, folder, tmp_path):
+    done = quantize(folder, tmp_path / "out", *args)
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
 def test_long_names_are_kept_whole(spoken, tmp_path):

@@ -74,6 +74,21 @@ def test_dtypes_and_shards_give_the_same(dtype, shards, tmp_path):
     assert np.abs(scores[0] - scores[1]).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "gemma3"])
+def test_awq_divides_the_norms_of_each_family(name, tmp_path):
+    """A norm divided wrongly, or another than the one that feeds the scaled columns, would cost far more than rounding does."""
+    source, ids = make(tmp_path / "model", CASES[name]), CASES[name]["ids"]
+    (tmp_path / "text.txt").write_text("".join(hf_folder.CORPUS))
+    for out, more in (("rounded", []), ("awq", ["--calibration", str(tmp_path / "text.txt"), "--context", "64"])):
+        done = subprocess.run([f"{BUILD}/kvgate-quantize", str(source), str(tmp_path / out), "--format", "awq-int4", "--group", "32", *more], capture_output=True,
+                              text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    want, rounded, awq = (run(tmp_path / folder, ids, tmp_path)[1] for folder in ("model", "rounded", "awq"))
+    error = {out: np.sqrt(np.square(scores - want).mean()) for out, scores in (("rounded", rounded), ("awq", awq))}
+    print(error, want.std())
+    assert 0 < error["awq"] < 1.2 * error["rounded"], error
+
+
 def refused(folder, tmp_path):
     done, _ = run(folder, [1, 2, 3], tmp_path)
     assert done.returncode == 1, done.stderr

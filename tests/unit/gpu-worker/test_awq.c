@@ -20,7 +20,7 @@ static float random_number(void)
     return (float)(state_of_random >> 8) / (1 << 23) - 1;
 }
 
-static const struct gptq_grid q4_0 = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
+static const struct grid q4_0 = {QUANT_GROUP, grid_fit_extreme}, awq = {QUANT_GROUP, grid_fit_asymmetric};
 
 /* Independent inputs of mean square 1; every 16th one of `large`. */
 static float *inputs(float large)
@@ -51,13 +51,10 @@ static double error_of(const float *w, const float *q, const float *s, const flo
     return sum;
 }
 
-static void round_each(float *w)
+static void round_each(float *w, const struct grid *grid)
 {
-    for (int i = 0; i < ROWS * COLS; i += QUANT_GROUP) {
-        float scale = rounding_q4_0_scale(w + i, QUANT_GROUP);
-        for (int j = 0; j < QUANT_GROUP; j++)
-            w[i + j] = rounding_q4_0_nearest(w[i + j], scale);
-    }
+    struct grid_range ranges[ROWS * COLS / QUANT_GROUP];
+    grid_round(w, ranges, ROWS, COLS, grid, 1);
 }
 
 static void columns_with_large_inputs_are_scaled_up(void **state)
@@ -71,10 +68,10 @@ static void columns_with_large_inputs_are_scaled_up(void **state)
     assert_true(scales[5] > 1.5f * scales[4]);
     for (int i = 0; i < ROWS * COLS; i++)
         q[i] = w[i] * scales[i % COLS];
-    round_each(q);
+    round_each(q, &q4_0);
     double scaled = error_of(w, q, scales, h);
     memcpy(q, w, ROWS * COLS * sizeof *q);
-    round_each(q);
+    round_each(q, &q4_0);
     assert_true(fabs(scaled / error_of(w, q, NULL, h) - kept) < 1e-3); /* what the search said */
     free(w);
     free(h);
@@ -110,17 +107,20 @@ static void inputs_that_are_always_zero_change_nothing(void **state)
 
 static void clipping_is_never_worse_than_rounding(void **state)
 {
+    const struct grid *const grids[] = {&q4_0, &awq};
     float *w = weights(), *h = inputs(30), *clipped = malloc(ROWS * COLS * sizeof *w), *rounded = malloc(ROWS * COLS * sizeof *w);
-    float scales[ROWS * COLS / QUANT_GROUP];
-    memcpy(clipped, w, ROWS * COLS * sizeof *w);
-    memcpy(rounded, w, ROWS * COLS * sizeof *w);
-    awq_round(clipped, scales, ROWS, COLS, h, NULL, &q4_0, 2);
-    round_each(rounded);
-    assert_true(error_of(w, clipped, NULL, h) < error_of(w, rounded, NULL, h));
-    for (int i = 0; i < ROWS * COLS; i++) { /* on the grid, with a scale that f16 holds */
-        float scale = scales[i / QUANT_GROUP];
-        assert_true(rounding_q4_0_nearest(clipped[i], scale) == clipped[i]);
-        assert_true(f16_to_f32(f32_to_f16(scale)) == scale);
+    struct grid_range ranges[ROWS * COLS / QUANT_GROUP];
+    for (int g = 0; g < 2; g++) {
+        memcpy(clipped, w, ROWS * COLS * sizeof *w);
+        memcpy(rounded, w, ROWS * COLS * sizeof *w);
+        awq_round(clipped, ranges, ROWS, COLS, h, NULL, grids[g], 2);
+        round_each(rounded, grids[g]);
+        assert_true(error_of(w, clipped, NULL, h) < error_of(w, rounded, NULL, h));
+        for (int i = 0; i < ROWS * COLS; i++) { /* on the grid, with a scale that f16 holds */
+            struct grid_range range = ranges[i / QUANT_GROUP];
+            assert_true(grid_nearest(clipped[i], range) == clipped[i]);
+            assert_true(f16_to_f32(f32_to_f16(range.scale)) == range.scale);
+        }
     }
     free(w);
     free(h);

@@ -58,15 +58,13 @@ static float *gram(const float *x, uint32_t tokens, uint32_t cols)
     return h;
 }
 
-static const struct gptq_grid q4_0 = {QUANT_GROUP, rounding_q4_0_scale, rounding_q4_0_nearest};
+static const struct grid q4_0 = {QUANT_GROUP, grid_fit_extreme};
 
 static void round_each(float *w, uint32_t rows, uint32_t cols)
 {
-    for (size_t i = 0; i < (size_t)rows * cols; i += QUANT_GROUP) {
-        float scale = rounding_q4_0_scale(w + i, QUANT_GROUP);
-        for (int j = 0; j < QUANT_GROUP; j++)
-            w[i + (size_t)j] = rounding_q4_0_nearest(w[i + (size_t)j], scale);
-    }
+    struct grid_range *ranges = malloc((size_t)rows * cols / QUANT_GROUP * sizeof *ranges);
+    grid_round(w, ranges, rows, cols, &q4_0, 1);
+    free(ranges);
 }
 
 /* Mean square of X (W - Q)^T. */
@@ -112,14 +110,14 @@ static void the_factor_is_that_of_the_damped_inverse(void **state)
 static void independent_inputs_leave_nothing_to_make_up_for(void **state)
 {
     enum { ROWS = 5, COLS = 256 };
-    float *w = random_matrix(ROWS, COLS), *q = malloc(ROWS * COLS * sizeof *q), *h = calloc(COLS * COLS, sizeof *h),
-          scales[ROWS * COLS / 32];
+    float *w = random_matrix(ROWS, COLS), *q = malloc(ROWS * COLS * sizeof *q), *h = calloc(COLS * COLS, sizeof *h);
+    struct grid_range ranges[ROWS * COLS / 32];
     struct kvg_error err;
     for (int i = 0; i < COLS; i++)
         h[i * COLS + i] = 1 + (float)i;
     memcpy(q, w, ROWS * COLS * sizeof *q);
     assert_int_equal(gptq_prepare(h, COLS, 0.01, &err), 0);
-    assert_int_equal(gptq_quantize(q, scales, ROWS, COLS, h, &q4_0, 2, &err), 0);
+    assert_int_equal(gptq_quantize(q, ranges, ROWS, COLS, h, &q4_0, 2, &err), 0);
     round_each(w, ROWS, COLS);
     for (int i = 0; i < ROWS * COLS; i++)
         assert_true(w[i] == q[i]);
@@ -132,18 +130,19 @@ static void dependent_inputs_lose_far_less_than_by_rounding(void **state)
 {
     enum { TOKENS = 300, ROWS = 20, COLS = 320 };
     float *x = correlated_inputs(TOKENS, COLS), *h = gram(x, TOKENS, COLS), *w = random_matrix(ROWS, COLS);
-    float *q = malloc(ROWS * COLS * sizeof *q), *r = malloc(ROWS * COLS * sizeof *r), scales[ROWS * COLS / 32];
+    float *q = malloc(ROWS * COLS * sizeof *q), *r = malloc(ROWS * COLS * sizeof *r);
+    struct grid_range ranges[ROWS * COLS / 32];
     struct kvg_error err;
     memcpy(q, w, ROWS * COLS * sizeof *q);
     memcpy(r, w, ROWS * COLS * sizeof *r);
     assert_int_equal(gptq_prepare(h, COLS, 0.01, &err), 0);
-    assert_int_equal(gptq_quantize(q, scales, ROWS, COLS, h, &q4_0, 2, &err), 0);
+    assert_int_equal(gptq_quantize(q, ranges, ROWS, COLS, h, &q4_0, 2, &err), 0);
     round_each(r, ROWS, COLS);
     assert_true(output_error(x, TOKENS, w, q, ROWS, COLS) < 0.3 * output_error(x, TOKENS, w, r, ROWS, COLS));
     for (int row = 0; row < ROWS; row++) /* every number lies on the grid of its group */
         for (int c = 0; c < COLS; c++) {
-            float scale = scales[row * (COLS / 32) + c / 32];
-            assert_true(rounding_q4_0_nearest(q[row * COLS + c], scale) == q[row * COLS + c]);
+            struct grid_range range = ranges[row * (COLS / 32) + c / 32];
+            assert_true(grid_nearest(q[row * COLS + c], range) == q[row * COLS + c]);
         }
     free(x);
     free(h);
@@ -157,28 +156,29 @@ static void turns_of_columns_equal_one_column_after_the_other(void **state)
 {
     enum { ROWS = 7, COLS = 384 };
     float *x = correlated_inputs(500, COLS), *u = gram(x, 500, COLS), *w = random_matrix(ROWS, COLS);
-    float *q = malloc(ROWS * COLS * sizeof *q), scales[ROWS * COLS / 32];
+    float *q = malloc(ROWS * COLS * sizeof *q);
+    struct grid_range ranges[ROWS * COLS / 32];
     struct kvg_error err;
     uint32_t differ = 0;
     memcpy(q, w, ROWS * COLS * sizeof *q);
     assert_int_equal(gptq_prepare(u, COLS, 0.05, &err), 0);
-    assert_int_equal(gptq_quantize(q, scales, ROWS, COLS, u, &q4_0, 3, &err), 0);
+    assert_int_equal(gptq_quantize(q, ranges, ROWS, COLS, u, &q4_0, 3, &err), 0);
     for (int r = 0; r < ROWS; r++) {
         double row[COLS];
-        float scale = 0, now[32];
+        struct grid_range range = {0};
+        float now[32];
         for (int c = 0; c < COLS; c++)
             row[c] = (double)w[r * COLS + c];
         for (int i = 0; i < COLS; i++) {
             if (i % 32 == 0) {
                 for (int j = 0; j < 32; j++)
                     now[j] = (float)row[i + j];
-                scale = rounding_q4_0_scale(now, 32);
+                range = grid_fit_extreme(now, 32, 1);
             }
-            double value = (double)rounding_q4_0_nearest((float)row[i], scale),
-                   error = (row[i] - value) / (double)u[i * COLS + i];
+            double value = (double)grid_nearest((float)row[i], range), error = (row[i] - value) / (double)u[i * COLS + i];
             for (int j = i + 1; j < COLS; j++)
                 row[j] -= error * (double)u[i * COLS + j];
-            differ += fabs(value - (double)q[r * COLS + i]) > 1e-3 * fabs((double)scale);
+            differ += fabs(value - (double)q[r * COLS + i]) > 1e-3 * fabs((double)range.scale);
         }
     }
     assert_true(differ < ROWS * COLS / 50); /* a near tie of f32 and f64 carries on through its row */
@@ -191,21 +191,23 @@ static void turns_of_columns_equal_one_column_after_the_other(void **state)
 static void inputs_that_are_always_zero_are_rounded(void **state)
 {
     enum { COLS = 64 };
-    float h[COLS * COLS] = {0}, w[COLS], q[COLS], scales[2];
+    float h[COLS * COLS] = {0}, w[COLS], q[COLS];
+    struct grid_range ranges[2];
     struct kvg_error err;
     for (int i = 0; i < COLS; i++)
         q[i] = w[i] = random_number();
     assert_int_equal(gptq_prepare(h, COLS, 0.01, &err), 0);
-    assert_int_equal(gptq_quantize(q, scales, 1, COLS, h, &q4_0, 1, &err), 0);
+    assert_int_equal(gptq_quantize(q, ranges, 1, COLS, h, &q4_0, 1, &err), 0);
     round_each(w, 1, COLS);
     assert_memory_equal(w, q, sizeof w);
 }
 
 static void groups_that_do_not_divide_are_refused(void **state)
 {
-    float w[48] = {0}, scales[2], u[48 * 48] = {0};
+    float w[48] = {0}, u[48 * 48] = {0};
+    struct grid_range ranges[2];
     struct kvg_error err;
-    assert_int_equal(gptq_quantize(w, scales, 1, 48, u, &q4_0, 1, &err), KVG_INVALID);
+    assert_int_equal(gptq_quantize(w, ranges, 1, 48, u, &q4_0, 1, &err), KVG_INVALID);
     assert_non_null(strstr(err.message, "groups of 32 do not divide 48"));
 }
 

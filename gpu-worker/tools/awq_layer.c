@@ -1,0 +1,114 @@
+#include "gpu-worker/tools/awq_layer.h"
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_MATRICES = 3 /* of a set */ };
+
+static const struct {
+    const char *part;
+    int set;
+} scaled[] = {{"attn_q", AWQ_ATTN},  {"attn_k", AWQ_ATTN}, {"attn_v", AWQ_ATTN},
+              {"ffn_gate", AWQ_FFN}, {"ffn_up", AWQ_FFN},  {"ffn_down", AWQ_DOWN}},
+  divided[] = {{"attn_norm", AWQ_ATTN}, {"ffn_norm", AWQ_FFN}, {"ffn_up", AWQ_DOWN}};
+
+static bool is_part(const struct awq_layer *awq, const char *name, const char *part)
+{
+    char wanted[64];
+    snprintf(wanted, sizeof wanted, "blk.%d.%s.weight", awq->layer, part);
+    return strcmp(name, wanted) == 0;
+}
+
+static const float *column_scales(const struct awq_layer *awq, const char *name)
+{
+    for (size_t i = 0; i < sizeof scaled / sizeof *scaled; i++)
+        if (is_part(awq, name, scaled[i].part))
+            return awq->scales[scaled[i].set];
+    return NULL;
+}
+
+float *awq_layer_divisors(const struct awq_layer *awq, const char *name, uint32_t *n)
+{
+    for (size_t i = 0; i < sizeof divided / sizeof *divided; i++)
+        if (is_part(awq, name, divided[i].part)) {
+            *n = awq->n[divided[i].set];
+            return awq->scales[divided[i].set];
+        }
+    return NULL;
+}
+
+static const float *sums_of(const struct awq_layer *awq, const char *name, uint32_t cols, struct kvg_error *err)
+{
+    uint32_t n = 0;
+    const float *sums = calibration_sum(awq->calibration, name, &n);
+    if (sums && n == cols)
+        return sums;
+    kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
+    return NULL;
+}
+
+/* The matrices that share an input are read, searched together and dropped. */
+static int search_set(struct awq_layer *awq, int set, struct kvg_error *err)
+{
+    struct awq_matrix matrices[MOST_MATRICES];
+    float *weights[MOST_MATRICES] = {NULL};
+    const float *sums = NULL;
+    uint32_t n = 0, cols = 0, rows;
+    char name[64];
+    double kept;
+    int failed = 0;
+    for (size_t i = 0; i < sizeof scaled / sizeof *scaled && !failed; i++) {
+        if (scaled[i].set != set)
+            continue;
+        snprintf(name, sizeof name, "blk.%d.%s.weight", awq->layer, scaled[i].part);
+        if (!(failed = awq->read(awq->context, name, &weights[n], &rows, &cols, err))) {
+            failed = (sums = sums_of(awq, name, cols, err)) ? 0 : err->code;
+            matrices[n] = (struct awq_matrix){weights[n], rows};
+            n++;
+        }
+    }
+    awq->n[set] = cols;
+    awq->scales[set] = malloc((cols + 1) * sizeof(float));
+    if (!failed && !awq->scales[set])
+        failed = kvg_fail(err, KVG_NOMEM, "no memory for %u scales", cols);
+    if (!failed)
+        failed = awq_search(matrices, n, cols, sums, awq->grid, awq->threads, awq->scales[set], &kept, err);
+    for (uint32_t i = 0; i < MOST_MATRICES; i++)
+        free(weights[i]);
+    return failed;
+}
+
+int awq_layer_search(struct awq_layer *awq, int layer, struct kvg_error *err)
+{
+    int failed = 0;
+    awq_layer_free(awq);
+    awq->layer = layer;
+    for (int set = 0; set < AWQ_SETS && !failed; set++)
+        failed = search_set(awq, set, err);
+    return failed;
+}
+
+void awq_layer_free(struct awq_layer *awq)
+{
+    for (int set = 0; set < AWQ_SETS; set++) {
+        free(awq->scales[set]);
+        awq->scales[set] = NULL;
+    }
+}
+
+int awq_layer_round(const struct awq_layer *awq, const char *name, float *w, struct grid_range *ranges, uint32_t rows,
+                    uint32_t cols, struct kvg_error *err)
+{
+    uint32_t n = 0;
+    const float *columns = column_scales(awq, name), *divisors = awq_layer_divisors(awq, name, &n), *sums;
+    if (!(sums = sums_of(awq, name, cols, err)))
+        return err->code;
+    if (divisors && n != rows)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s has %u rows, what it feeds %u columns", name, rows, n);
+    for (uint32_t r = 0; r < rows; r++)
+        for (uint32_t c = 0; c < cols; c++)
+            w[(size_t)r * cols + c] *= (columns ? columns[c] : 1) / (divisors ? divisors[r] : 1);
+    awq_round(w, ranges, rows, cols, sums, columns, awq->grid, awq->threads);
+    return 0;
+}
