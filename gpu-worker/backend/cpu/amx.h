@@ -1,4 +1,4 @@
-/* AMX tiles: what the two files of AMX kernels share. Include it only from files that are compiled for AMX.
+/* AMX tiles: what the files of AMX products and attention share. Include it only from files that are compiled for AMX.
  *
  * Every kernel configures the tiles when it starts and releases them when it ends, so that no thread carries 8 KiB of tile state
  * through a context switch while it runs something else.
