@@ -1,15 +1,12 @@
 #include "gpu-worker/engine/speculate.h"
 #include "gpu-worker/engine/clock.h"
 #include <stdlib.h>
+#include "gpu-worker/engine/chance.h"
 #include "gpu-worker/engine/copied.h"
 #include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
 
-/* Where a draft comes from: one of the runs of ngram.h, what goes on beside the last of them, or the model; there by how sure the
- * model was of it, too. */
-enum { BESIDE = NGRAM_LEVELS, BY_MODEL, SURE, SURE_LEVELS = 10, LEVELS = SURE + SURE_LEVELS };
-static const double surest[SURE_LEVELS] = {0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 2}; /* upper bounds */
 enum {
     CATCH_UP_ALONE = 256, /* rows of missing KV in one step */
     CATCH_UP_BESIDE = 64, /* the same while other sequences wait for it */
@@ -25,17 +22,13 @@ enum {
     USUAL_PROMPT = 16,    /* rows of a prompt that is not known yet */
     LONG_RUN = 2,         /* drafts accepted behind two tokens that matched: the copy goes on there */
     RECENT = 64,          /* tokens that tell whether brief drafts will do */
+    UNPROVEN = 4,         /* drafts from the context, in one step, of sequences that have proven nothing */
 };
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
-static const double window = 50, window_all = 1000;      /* verifications, drafts that count */
+static const double window = 50;                         /* verifications that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
-static const double prior_weight = 3, least_gain = 1.04, worth_catching_up = 1.1;
+static const double least_gain = 1.04, worth_catching_up = 1.1;
 static const double for_probes = 0.005; /* share of all time that drafts may take that do not seem to pay */
-
-/* Drafts that were looked at, and accepted ones; both fade. */
-struct rate {
-    double tried, accepted;
-};
 
 /* What is known of the sequence in a slot. */
 struct speculator {
@@ -47,7 +40,7 @@ struct speculator {
     uint32_t behind;           /* the last run of four tokens and more stood so far back; 0 = none yet */
     uint32_t level;            /* of the match that this step's drafts follow, or BY_MODEL */
     uint8_t sure[MOST_DRAFTS]; /* by the model: the level of each draft */
-    struct rate rates[LEVELS];
+    struct chance chance;
     uint32_t n_drafted_kv;     /* ids whose KV the drafter has */
     uint32_t n_looked;         /* ids that `beyond` knows */
     double beyond;             /* how many of the last RECENT are not among the first DRAFTER_BRIEF; fades */
@@ -74,7 +67,7 @@ struct speculate {
     struct speculator *slots;            /* [n_slots] */
     struct candidate *candidates;        /* [n_slots] */
     uint32_t *order;                     /* [most_drafts] candidates by the worth of their next draft */
-    struct rate rates[LEVELS];           /* of all sequences */
+    struct chance_all chances;           /* of all sequences */
     struct draft_order *model_orders;    /* [n_slots] */
     struct step_cost costs[2];           /* of steps by rows: without prompt rows, which need no logits, and with some */
     struct step_cost *cost;              /* of the step to come: one of these */
@@ -105,8 +98,7 @@ int speculate_open(struct speculate **out, const struct speculate_options *optio
     spec->candidates = calloc(options->n_slots, sizeof *spec->candidates);
     spec->order = calloc(options->most_drafts, sizeof *spec->order);
     spec->model_orders = calloc(options->n_slots, sizeof *spec->model_orders);
-    for (int i = 0; i < LEVELS; i++)
-        spec->rates[i] = (struct rate){4, i < SURE ? 2 : 4 * (surest[i - SURE] < 1 ? surest[i - SURE] : 1) - 0.1};
+    chance_init(&spec->chances);
     if (!spec->slots || !spec->candidates || !spec->order || !spec->model_orders) {
         spec->options.drafter = NULL;
         speculate_close(spec);
@@ -142,8 +134,7 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->since_move = slot->idle = slot->in_a_row = 0;
     slot->drafted = slot->accepted = 0;
     slot->probe_wait = PROBE_FIRST;
-    for (int i = 0; i < LEVELS; i++)
-        slot->rates[i] = (struct rate){0};
+    slot->chance = (struct chance){0};
     slot->behind = 0;
     slot->copy = (struct copied){0};
     slot->n_looked = seq->n_ids > RECENT ? seq->n_ids - RECENT : 0;
@@ -153,12 +144,9 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     return slot;
 }
 
-/* The chance that a draft of this level is accepted where those before it were: the sequence's own, beginning with what is known
- * of all. */
 static double chance(const struct speculate *spec, const struct speculator *slot, uint32_t level)
 {
-    const struct rate *own = &slot->rates[level], *all = &spec->rates[level];
-    return (own->accepted + prior_weight * all->accepted / all->tried) / (own->tried + prior_weight);
+    return chance_of(&spec->chances, &slot->chance, level);
 }
 
 /* A guess from the context, as good as the sequence's runs of that length were so far. Where none is found, or one elsewhere, the
@@ -194,7 +182,7 @@ static double round_cost(const struct speculate *spec, uint32_t rows)
 /* Tokens a second with drafts by the model for n sequences that all decode, over those without; at best. */
 static double gain_by_model(const struct speculate *spec, uint32_t n)
 {
-    double share = spec->rates[BY_MODEL].accepted / spec->rates[BY_MODEL].tried, reach = 1, tokens = 1, best = 0;
+    double share = spec->chances.rates[BY_MODEL].accepted / spec->chances.rates[BY_MODEL].tried, reach = 1, tokens = 1, best = 0;
     double plain = step_cost_of(&spec->costs[0], n), round = round_cost(spec, n);
 
     for (uint32_t k = 1; k <= spec->options.start; k++) {
@@ -253,6 +241,12 @@ static void look_beyond(struct speculator *slot, const struct sequence *seq)
         slot->beyond += (seq->ids[slot->n_looked] >= DRAFTER_BRIEF) - slot->beyond / RECENT;
 }
 
+/* Drafts from the context of a sequence that has proven nothing yet: nearly always they are all accepted or none is. */
+static bool unproven(const struct speculate *spec, const struct candidate *c)
+{
+    return !c->by_model && !c->slot->chance.proven && !spec->options.fixed;
+}
+
 /* Drafts that the sequence may have. In a copy a further draft from the context costs a row and no time of a drafter: there it
  * may have the most at once, and as many as were accepted since the last that was not. */
 static uint32_t most_of(const struct speculate *spec, const struct candidate *c, uint32_t room)
@@ -263,6 +257,10 @@ static uint32_t most_of(const struct speculate *spec, const struct candidate *c,
     if (copies) {
         most = most > spec->most ? most : spec->most;
         most = most > c->slot->in_a_row ? most : c->slot->in_a_row;
+    }
+    if (unproven(spec, c)) {
+        uint32_t share = UNPROVEN > spec->n_decodes ? UNPROVEN / spec->n_decodes : 1;
+        most = most < share ? most : share;
     }
     most = most < MOST_DRAFTS ? most : MOST_DRAFTS;
     return most < room ? most : room;
@@ -351,7 +349,7 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
 {
     double tokens = spec->plain_tokens, plain = tokens / step_cost_of(spec->cost, spec->base),
            best = spent < 0 ? least_gain * plain : 0;
-    uint32_t n_best = 0, n_order = 0, depth = 0, drafting = 0;
+    uint32_t n_best = 0, n_order = 0, n_unproven = 0, depth = 0, drafting = 0;
     struct candidate *next;
 
     for (uint32_t i = 0; i < n; i++)
@@ -359,6 +357,10 @@ static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
     if (spent >= 0)
         best = tokens / (step_cost_of(spec->cost, spec->base) + spent);
     while (n_order < spec->options.most_drafts && (next = most_promising(spec, n))) {
+        if (unproven(spec, next) && n_unproven++ >= UNPROVEN) {
+            next->most = next->n;
+            continue;
+        }
         tokens += next->worth[next->n++];
         spec->order[n_order++] = (uint32_t)(next - spec->candidates);
         if (next->by_model) {
@@ -441,14 +443,6 @@ static uint32_t place_orders(struct speculate *spec, uint32_t n, uint32_t n_runn
     return n_orders;
 }
 
-static uint32_t level_of(double sure)
-{
-    uint32_t i = 0;
-    while (sure >= surest[i])
-        i++;
-    return SURE + i;
-}
-
 /* What the step comes to with the drafts made so far. */
 struct outlook {
     double tokens, spent; /* expected; seconds that the drafts took */
@@ -492,7 +486,7 @@ static void weigh_round(struct speculate *spec, uint32_t n, uint32_t made, doubl
         struct candidate *c = &spec->candidates[i];
         if (!c->order || c->order->n < made)
             continue;
-        uint32_t level = level_of(c->order->sure);
+        uint32_t level = chance_level(c->order->sure);
         c->slot->sure[made - 1] = (uint8_t)level;
         c->worth[made - 1] = (made > 1 ? c->worth[made - 2] : 1) * chance(spec, c->slot, level);
     }
@@ -595,14 +589,6 @@ void speculate_propose(struct speculate *spec, struct sequence *const *running, 
 
 /* ---- what came of them ----------------------------------------------------------------------------------------------------- */
 
-static void learn(struct rate *rate, double length, uint32_t tried, uint32_t accepted)
-{
-    for (uint32_t i = 0; i < tried; i++) {
-        rate->tried += 1 - rate->tried / length;
-        rate->accepted += (i < accepted) - rate->accepted / length;
-    }
-}
-
 static void move_limit(struct speculate *spec, struct speculator *slot, uint32_t n_proposed, uint32_t n_accepted)
 {
     slot->drafted += n_proposed - slot->drafted / window;
@@ -623,12 +609,10 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
     struct engine_metrics *m = spec->options.metrics;
     uint32_t tried = n_accepted + (n_accepted < n_proposed && !ended);
 
-    learn(&slot->rates[slot->level], window, tried, n_accepted);
-    learn(&spec->rates[slot->level], window_all, tried, n_accepted);
-    for (uint32_t i = 0; i < tried && slot->level == BY_MODEL; i++) {
-        learn(&slot->rates[slot->sure[i]], window, 1, i < n_accepted);
-        learn(&spec->rates[slot->sure[i]], window_all, 1, i < n_accepted);
-    }
+    if (slot->level == BY_MODEL)
+        chance_learn_model(&spec->chances, &slot->chance, slot->sure, tried, n_accepted);
+    else
+        chance_learn_context(&spec->chances, &slot->chance, slot->level, tried, n_accepted);
     move_limit(spec, slot, n_proposed, n_accepted);
     if (slot->level != BY_MODEL)
         copied_verified(&slot->copy, seq->ids, seq->n_ids, n_accepted);

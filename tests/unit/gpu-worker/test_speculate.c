@@ -145,6 +145,23 @@ static void drafts_that_do_not_pay_are_rare(void **state)
 }
 
 /* Rows are dear when many sequences share a step: the same acceptance that pays alone does not pay there. */
+/* Four sequences that copy, then four whose drafts all fail, while a row is dear: the good record of the first costs little. */
+static void the_record_of_others_is_tried_with_few_drafts(void **state)
+{
+    open_world(4, (struct speculate_options){0});
+    steps(4, 100, 1, 0.6, 0.1);
+    assert_true(n_drafts > 400);
+    for (uint32_t i = 0; i < 4; i++) {
+        seqs[i].number += 4;
+        seqs[i].n_ids = 64;
+        seqs[i].n_computed = 63;
+    }
+    steps(4, 64, 0, 0.6, 0.1);
+    assert_in_range(n_drafts, 1, 12);
+    assert_true(seconds < 64 * 1.02);
+    speculate_close(spec);
+}
+
 static void a_large_batch_drafts_less(void **state)
 {
     open_world(MOST, (struct speculate_options){0});
@@ -321,6 +338,7 @@ int main(void)
         cmocka_unit_test(copies_are_as_long_as_it_pays),
         cmocka_unit_test(a_start_beyond_the_range_widens_it),
         cmocka_unit_test(drafts_that_do_not_pay_are_rare),
+        cmocka_unit_test(the_record_of_others_is_tried_with_few_drafts),
         cmocka_unit_test(a_large_batch_drafts_less),
         cmocka_unit_test(prompt_rows_in_every_step_keep_no_drafts_away),
         cmocka_unit_test(drafts_do_not_keep_a_batch_from_starting),
