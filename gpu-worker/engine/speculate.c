@@ -22,6 +22,7 @@ enum {
     USUAL_PROMPT = 16,    /* rows of a prompt that is not known yet */
     LONG_RUN = 2,         /* drafts accepted behind two tokens that matched: the copy goes on there */
     RECENT = 64,          /* tokens that tell whether brief drafts will do */
+    COPIES = 15,          /* drafts at once in a copy: with the row that they follow, a tile of products on a CPU */
     UNPROVEN = 4,         /* drafts from the context, in one step, of sequences that have proven nothing */
 };
 static const double most_beyond = 0.1;                   /* share of recent tokens that a brief draft could not have been */
@@ -248,14 +249,14 @@ static bool unproven(const struct speculate *spec, const struct candidate *c)
 }
 
 /* Drafts that the sequence may have. In a copy a further draft from the context costs a row and no time of a drafter: there it
- * may have the most at once, and as many as were accepted since the last that was not. */
+ * may have COPIES at once, and as many as were accepted since the last that was not. */
 static uint32_t most_of(const struct speculate *spec, const struct candidate *c, uint32_t room)
 {
     bool copies = !c->by_model && !spec->options.fixed && c->share > raise_over;
     uint32_t most = c->slot->limit;
 
     if (copies) {
-        most = most > spec->most ? most : spec->most;
+        most = most > COPIES ? most : COPIES;
         most = most > c->slot->in_a_row ? most : c->slot->in_a_row;
     }
     if (unproven(spec, c)) {

@@ -9,9 +9,9 @@
  * change the speed and never the output.
  *
  * How many are worth it is measured. Each sequence has a limit of drafts that starts at 5 and moves between 2 and 10 with the
- * acceptance of its last 50 verifications. Where those from the context of that kind are mostly accepted, as in a copy, it is 10 at
- * once, and as many as were accepted in a row, up to 32. Below
- * the limit, each step takes the number of drafts, over all sequences, with the most expected tokens a second: a draft counts
+ * acceptance of its last 50 verifications. Where those from the context of that kind are mostly accepted, as in a copy, it is 15 at
+ * once, and as many as were accepted in a row, up to 32; until one of them was accepted, it is 4 at most. Below the limit, each
+ * step takes the number of drafts, over all sequences, with the most expected tokens a second: a draft counts
  * with the probability that it and those before it are accepted, and a row with what steps of that many rows take. No drafts may
  * well be best; then one is tried now and then, ever more rarely while it fails. (Goodput as in SmartSpec, arXiv 2406.14066.)
  *

@@ -89,6 +89,8 @@ static void the_limit_follows_the_acceptance(void **state)
     while (metrics.spec_limit > 10) /* as for a copy */
         step(1, 0.6, 1, 0);
     assert_int_equal(metrics.spec_limit, 10);
+    steps(1, 20, 0.6, 1, 0);
+    steps(1, 2, 1, 1, 0); /* none of the last one failed */
     assert_int_equal(seqs[0].n_drafts, 10);
     steps(1, 200, 0.05, 1, 0);
     assert_int_equal(metrics.spec_limit, 2);
