@@ -127,6 +127,7 @@ static struct engine_options engine_options(const struct worker *worker)
         .draft_model = worker->draft_model,
         .draft_prompt_model = worker->draft_prompt_model,
         .speculate_ngram = options->speculative_model != NULL,
+        .lookup = {.longest = options->prompt_lookup_max, .shortest = options->prompt_lookup_min},
         .num_speculative_tokens = options->num_speculative_tokens,
         .accept = accept_rule(options->spec_accept),
     };

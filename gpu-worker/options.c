@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/server/listen.h"
 #include "libprompt/json.h"
 
@@ -72,7 +73,9 @@ static const struct flag flags[] = {
      MOST_SPECULATIVE},
     {"speculative-config", TEXT, AT(speculative_config), "JSON",
      "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}, "
-     "the latter with any \"method\" for both kinds of drafts"},
+     "the latter with any \"method\" for both kinds of drafts; \"prompt_lookup_max\" and \"prompt_lookup_min\", 1 to 64: how "
+     "many "
+     "tokens must have stood in the context before, at best and at least; one alone is both; default 8 and 2"},
     {"spec-accept", CHOICE, AT(spec_accept), "coupled|rejection|argmax|top-p",
      "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts, so the same answers to the bit; "
      "rejection: by chance, so that answers follow the same distribution but are other ones; argmax (lossy): the most likely "
@@ -278,11 +281,21 @@ static int check_advertise(const char *address, struct kvg_error *err)
     return KVG_OK;
 }
 
-/* One member of --speculative-config. */
-static int read_speculative_member(struct options *options, const struct kvg_json *member, bool *by_model, struct kvg_error *err)
+/* A member of --speculative-config that is a number. */
+static int read_speculative_number(const struct kvg_json *member, uint32_t most, uint32_t *out, struct kvg_error *err)
 {
     int64_t n;
 
+    if (!kvg_json_int(member, &n) || n < 1 || n > most)
+        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" must be a whole number from 1 to %u",
+                        (int)member->key.len, member->key.bytes, most);
+    *out = (uint32_t)n;
+    return KVG_OK;
+}
+
+/* One member of --speculative-config. */
+static int read_speculative_member(struct options *options, const struct kvg_json *member, bool *by_model, struct kvg_error *err)
+{
     if (kvg_str_eq(member->key, "method")) {
         if (member->type != KVG_JSON_STRING || !(kvg_str_eq(member->str, "ngram") || kvg_str_eq(member->str, "draft_model")))
             return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" must be \"ngram\" or \"draft_model\"");
@@ -298,13 +311,27 @@ static int read_speculative_member(struct options *options, const struct kvg_jso
         snprintf(options->draft_buffer, sizeof options->draft_buffer, "%.*s", (int)member->str.len, member->str.bytes);
         return KVG_OK;
     }
-    if (!kvg_str_eq(member->key, "num_speculative_tokens"))
-        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" is not supported",
-                        (int)(member->key.len < 64 ? member->key.len : 64), member->key.bytes);
-    if (!kvg_json_int(member, &n) || n < 1 || n > MOST_SPECULATIVE)
-        return kvg_fail(err, KVG_INVALID, "--speculative-config: \"num_speculative_tokens\" must be a whole number from 1 to %d",
-                        MOST_SPECULATIVE);
-    options->num_speculative_tokens = (uint32_t)n;
+    if (kvg_str_eq(member->key, "num_speculative_tokens"))
+        return read_speculative_number(member, MOST_SPECULATIVE, &options->num_speculative_tokens, err);
+    if (kvg_str_eq(member->key, "prompt_lookup_max"))
+        return read_speculative_number(member, NGRAM_MOST, &options->prompt_lookup_max, err);
+    if (kvg_str_eq(member->key, "prompt_lookup_min"))
+        return read_speculative_number(member, NGRAM_MOST, &options->prompt_lookup_min, err);
+    return kvg_fail(err, KVG_INVALID, "--speculative-config: \"%.*s\" is not supported",
+                    (int)(member->key.len < 64 ? member->key.len : 64), member->key.bytes);
+}
+
+/* One of the two alone is both. */
+static int check_lookup(struct options *options, struct kvg_error *err)
+{
+    if (!options->prompt_lookup_max)
+        options->prompt_lookup_max = options->prompt_lookup_min;
+    if (!options->prompt_lookup_min)
+        options->prompt_lookup_min = options->prompt_lookup_max;
+    if (options->prompt_lookup_min > options->prompt_lookup_max)
+        return kvg_fail(err, KVG_INVALID,
+                        "--speculative-config: \"prompt_lookup_min\" is %u, more than \"prompt_lookup_max\", %u",
+                        options->prompt_lookup_min, options->prompt_lookup_max);
     return KVG_OK;
 }
 
@@ -331,7 +358,7 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
         options->speculative_model = options->draft_buffer;
     if (code == KVG_OK && !options->speculative_model)
         return kvg_fail(err, KVG_INVALID, "--speculative-config has neither \"method\" nor \"model\": nothing drafts");
-    return code;
+    return code == KVG_OK ? check_lookup(options, err) : code;
 }
 
 /* "FILE,ngram" is FILE: lookup is always on beside a draft model. */

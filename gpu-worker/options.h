@@ -27,6 +27,7 @@ struct options {
     const char *speculative_config;
     const char *spec_accept; /* "coupled", "rejection", "argmax", "top-p" */
     uint32_t num_speculative_tokens;
+    uint32_t prompt_lookup_max, prompt_lookup_min; /* of --speculative-config; both or none are 0 */
     const char *device, *cpu_isa, *cpu_arithmetic, *kv_cache_dtype;
     uint32_t threads; /* 0 = all cores */
     const char *redis, *redis_prefix, *worker_id;

@@ -355,6 +355,7 @@ static int init_step(struct engine *engine, const struct engine_options *options
                                 .spec = {.n_slots = info->max_num_seqs,
                                          .most_drafts = engine_max_outputs(options, 0),
                                          .ngram = options->speculate_ngram,
+                                         .runs = options->lookup,
                                          .keep_all = options->accept == ACCEPT_REJECTION,
                                          .start = options->num_speculative_tokens,
                                          .fixed = options->fixed_drafts,

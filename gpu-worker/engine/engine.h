@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include "gpu-worker/backend/sampling.h"
 #include "gpu-worker/engine/accept.h"
+#include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/metrics.h"
 #include "libprompt/error.h"
 #include "libprompt/prompt.h"
@@ -32,6 +33,7 @@ struct engine_options {
     struct model *draft_model; /* the caller's; drafts by a second model; NULL = none */
     const struct kvg_prompt_model *draft_prompt_model; /* its tokenizer, checked against the model's */
     bool speculate_ngram;                              /* drafts by prompt lookup */
+    struct ngram_runs lookup;                          /* its runs; see ngram.h */
     uint32_t num_speculative_tokens;                   /* drafts of a sequence at first; 0 = 5 */
     enum accept_rule accept;                           /* which drafts are accepted; 0 = as drawn without drafts */
     uint32_t fixed_drafts;                             /* tests: always this many, whatever they cost; 0 = as it pays */

@@ -1,10 +1,16 @@
 #include "gpu-worker/engine/ngram.h"
 #include <string.h>
 
-static const uint32_t run_len[NGRAM_LEVELS] = {8, 4, 2};
-
-void ngram_reset(struct ngram *ngram, uint32_t longest)
+void ngram_reset(struct ngram *ngram, uint32_t longest, struct ngram_runs runs)
 {
+    uint32_t most = runs.longest ? runs.longest : NGRAM_LONGEST, least = runs.shortest ? runs.shortest : NGRAM_SHORTEST;
+    uint32_t middle = most;
+
+    while (middle * middle > most * least)
+        middle--;
+    ngram->len[0] = most;
+    ngram->len[1] = middle;
+    ngram->len[2] = least;
     ngram->n_known = 0;
     for (ngram->n_slots = 64; ngram->n_slots < longest && ngram->n_slots < NGRAM_SLOTS;)
         ngram->n_slots *= 2;
@@ -26,8 +32,8 @@ static void learn(struct ngram *ngram, const uint32_t *ids, uint32_t n_ids)
 {
     for (uint32_t end = ngram->n_known + 1; end < n_ids; end++) {
         for (uint32_t level = 0; level < NGRAM_LEVELS; level++)
-            if (end >= run_len[level])
-                ngram->last[level][slot_of(ngram, ids, end, run_len[level])] = end;
+            if (end >= ngram->len[level])
+                ngram->last[level][slot_of(ngram, ids, end, ngram->len[level])] = end;
         ngram->n_known = end;
     }
 }
@@ -36,7 +42,7 @@ uint32_t ngram_find(struct ngram *ngram, const uint32_t *ids, uint32_t n_ids, ui
 {
     learn(ngram, ids, n_ids);
     for (uint32_t i = 0; i < NGRAM_LEVELS; i++) {
-        uint32_t len = run_len[i];
+        uint32_t len = ngram->len[i];
         if (n_ids <= len)
             continue;
         uint32_t at = ngram->last[i][slot_of(ngram, ids, n_ids, len)];

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include "gpu-worker/engine/chance.h"
 #include "gpu-worker/engine/copied.h"
-#include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/engine/step.h"
 #include "gpu-worker/engine/step_cost.h"
 
@@ -141,7 +140,7 @@ static struct speculator *slot_of(struct speculate *spec, const struct sequence 
     slot->n_looked = seq->n_ids > RECENT ? seq->n_ids - RECENT : 0;
     slot->beyond = 0;
     slot->n_drafted_kv = spec->options.drafter ? drafter_covered(spec->options.drafter, seq) : 0;
-    ngram_reset(&slot->ngram, seq->limit);
+    ngram_reset(&slot->ngram, seq->limit, spec->options.runs);
     return slot;
 }
 

@@ -9,11 +9,11 @@
  * change the speed and never the output.
  *
  * How many are worth it is measured. Each sequence has a limit of drafts that starts at 5 and moves between 2 and 10 with the
- * acceptance of its last 50 verifications. Where those from the context of that kind are mostly accepted, as in a copy, it is 15 at
- * once, and as many as were accepted in a row, up to 32; until one of them was accepted, it is 4 at most. Below the limit, each
- * step takes the number of drafts, over all sequences, with the most expected tokens a second: a draft counts
- * with the probability that it and those before it are accepted, and a row with what steps of that many rows take. No drafts may
- * well be best; then one is tried now and then, ever more rarely while it fails. (Goodput as in SmartSpec, arXiv 2406.14066.)
+ * acceptance of its last 50 verifications. Where those from the context of that kind are mostly accepted, as in a copy, it is 15
+ * at once, and as many as were accepted in a row, up to 32; until one of them was accepted, it is 4 at most. Below the limit,
+ * each step takes the number of drafts, over all sequences, with the most expected tokens a second: a draft counts with the
+ * probability that it and those before it are accepted, and a row with what steps of that many rows take. No drafts may well be
+ * best; then one is tried now and then, ever more rarely while it fails. (Goodput as in SmartSpec, arXiv 2406.14066.)
  *
  * Guesses come from the context (ngram.h) or from a second model (drafter.h); with both, the one with the better chance.
  *
@@ -21,6 +21,7 @@
  */
 #pragma once
 #include "gpu-worker/engine/drafter.h"
+#include "gpu-worker/engine/ngram.h"
 #include "gpu-worker/engine/scheduler.h"
 #include "gpu-worker/metrics.h"
 #include "libprompt/error.h"
@@ -35,6 +36,7 @@ struct speculate_options {
     uint32_t start;          /* a sequence's first limit of drafts; beyond 2 to 10 it widens that range. 0 = 5 */
     uint32_t fixed;          /* tests: always this many, whatever it costs; 0 = as described */
     bool ngram;              /* guesses from the context */
+    struct ngram_runs runs;  /* that must have stood there before */
     bool keep_all;           /* drafts by the model are verified whatever it thinks of them: for acceptance by rejection */
     struct drafter *drafter; /* guesses from a model; may be NULL. Then closed by speculate_close */
     struct kv_cache *cache;  /* only with a drafter: it needs blocks for drafts before the step is planned */

@@ -515,6 +515,10 @@ def test_flags_are_checked(build, models):
                   ["--model", model, "--speculative-config", '{"method": "draft_model"}'],
                   ["--model", model, "--speculative-config", '{"model": ""}'], ["--model", model, "--speculative-config", '{"model": "a\\u0000b"}'],
                   ["--model", model, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 17}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 0}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 65}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 2.5}'],
+                  ["--model", model, "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 4}'],
                   ["--model", model, "--speculative-model", "ngram", "--speculative-config", '{"method": "ngram"}']):
         done = run_flags(program, *flags)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, (flags, done)
@@ -529,7 +533,7 @@ def test_flags_are_checked(build, models):
 
 def test_speculation_changes_no_answer_and_is_counted():
     ask = {"model": "smollm2", "prompt": STORY + STORY, "max_tokens": 60, "temperature": 0.3, "seed": 5, "logprobs": 2}
-    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6, "prompt_lookup_min": 3}'
     with Worker("--max-model-len", 2048, gateway=False) as plain, \
             Worker("--max-model-len", 2048, "--speculative-config", config, gateway=False) as drafting:
         answers = [requests.post(w.url + "/v1/completions", json=ask, timeout=120).json() for w in (plain, drafting)]
