@@ -1,5 +1,6 @@
 /* kvgate-worker: loads a model, serves it, tells Redis what it holds. */
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -179,6 +180,33 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
     return model_open(&worker->draft_model, &model_options, err);
 }
 
+/* On a thread of its own, beside the weights. A fault ends the process at once: nothing is served yet, and weights may still take
+ * minutes. */
+static void *load_prompt_model(void *arg)
+{
+    struct worker *worker = arg;
+    struct kvg_error err = {0};
+
+    if (kvg_prompt_model_open(&worker->prompt_model, worker->options.model, SEGMENT_MEMORY, &err) < 0) {
+        log_error("cannot start: %s", err.message);
+        _exit(EXIT_START);
+    }
+    return NULL;
+}
+
+static int load_both(struct worker *worker, const struct model_options *model_options, struct kvg_error *err)
+{
+    pthread_t thread;
+    bool beside = pthread_create(&thread, NULL, load_prompt_model, worker) == 0;
+
+    if (!beside)
+        load_prompt_model(worker);
+    int failed = model_open(&worker->model, model_options, err);
+    if (beside)
+        pthread_join(thread, NULL);
+    return failed;
+}
+
 static int load_model(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
@@ -193,8 +221,7 @@ static int load_model(struct worker *worker, struct kvg_error *err)
     engine = engine_options(worker);
     model_options.max_outputs = engine_max_outputs(&engine, options->max_num_seqs);
     log_info("loading %s", options->model);
-    if (kvg_prompt_model_open(&worker->prompt_model, options->model, SEGMENT_MEMORY, err) < 0 ||
-        model_open(&worker->model, &model_options, err) < 0)
+    if (load_both(worker, &model_options, err) < 0)
         return -1;
     const struct model_info *info = model_info(worker->model);
     log_info("loaded in %.1f s: %s, %u layers, %.0f MiB of weights, on %s", (double)(monotonic_ms() - started) / 1000,

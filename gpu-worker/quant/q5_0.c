@@ -1,5 +1,6 @@
 /* Q5_0: 5-bit codes around 16, one scale a group. */
 #include "gpu-worker/quant/quant.h"
+#include "gpu-worker/quant/fifth_bits.h"
 #include <string.h>
 
 struct q5_0_block {
@@ -14,10 +15,7 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     memcpy(&b, block, sizeof b);
     memset(out, 0, sizeof *out);
     out->d = b.d;
-    for (int i = 0; i < 16; i++) {
-        out->q[i] = (uint8_t)((b.qs[i] & 15) | (b.qh[i / 8] >> i % 8 & 1) << 4);
-        out->q[16 + i] = (uint8_t)(b.qs[i] >> 4 | (b.qh[2 + i / 8] >> i % 8 & 1) << 4);
-    }
+    unpack_5_bits(b.qs, b.qh, out->q);
 }
 
 enum { D = offsetof(struct q5_0_block, d) };

@@ -1,5 +1,6 @@
 /* Q5_1: 5-bit codes, a scale and a minimum a group. */
 #include "gpu-worker/quant/quant.h"
+#include "gpu-worker/quant/fifth_bits.h"
 #include <string.h>
 
 struct q5_1_block {
@@ -15,10 +16,7 @@ static void unpack(const void *block, uint32_t group, struct quant_group *out)
     memset(out, 0, sizeof *out);
     out->d = b.d;
     out->m = b.m;
-    for (int i = 0; i < 16; i++) {
-        out->q[i] = (uint8_t)((b.qs[i] & 15) | (b.qh[i / 8] >> i % 8 & 1) << 4);
-        out->q[16 + i] = (uint8_t)(b.qs[i] >> 4 | (b.qh[2 + i / 8] >> i % 8 & 1) << 4);
-    }
+    unpack_5_bits(b.qs, b.qh, out->q);
 }
 
 enum { D = offsetof(struct q5_1_block, d), M = offsetof(struct q5_1_block, m) };

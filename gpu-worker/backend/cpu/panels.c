@@ -94,22 +94,30 @@ static void pack_scales(const struct panels *panels, const struct quant_group *g
     }
 }
 
+static uint32_t four_codes(const uint8_t *q)
+{
+    uint32_t x;
+    memcpy(&x, q, sizeof x);
+    return x;
+}
+
 static void pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lane, uint8_t *half)
 {
+    const uint32_t nibbles = 0x0f0f0f0f, lowest = 0x01010101, gather = 0x01020408; /* bit 8 i of x: bit 24 + i of x * gather */
     if (bits == 8) {
         for (int g = 0; g < 8; g++)
             memcpy(half + g * LINE + lane * 4, q + 4 * g, 4);
         return;
     }
-    for (int i = 0; i < 16; i++)
-        half[i / 4 * LINE + lane * 4 + i % 4] = (uint8_t)((q[i] & 15) | (q[16 + i] & 15) << 4);
+    for (int g = 0; g < 4; g++) {
+        uint32_t x = (four_codes(q + 4 * g) & nibbles) | (four_codes(q + 16 + 4 * g) & nibbles) << 4;
+        memcpy(half + g * LINE + lane * 4, &x, 4);
+    }
     for (uint32_t plane = 0; plane + 4 < bits; plane++)
-        for (int g = 0; g < 8; g++)
-            for (uint32_t j = 0; j < 4; j++) {
-                uint32_t bit = lane * 4 + j;
-                half[4 * LINE + plane * LINE + (size_t)g * 8 + bit / 8] |=
-                    (uint8_t)((q[4 * g + (int)j] >> (4 + plane) & 1) << bit % 8);
-            }
+        for (int g = 0; g < 8; g++) {
+            uint32_t four = (four_codes(q + 4 * g) >> (4 + plane) & lowest) * gather >> 24;
+            half[4 * LINE + plane * LINE + (size_t)g * 8 + lane / 2] |= (uint8_t)(four << lane % 2 * 4);
+        }
 }
 
 /* w = scale * q + minimum of a group, in f32. */
