@@ -22,6 +22,7 @@
 #include "libprompt/error.h"
 
 struct backend;
+struct comm;
 struct tensor;
 
 struct backend_options {
@@ -33,6 +34,7 @@ struct backend_options {
     const char *arithmetic; /* "auto", or how quantized weights are multiplied: see matmul; NULL = auto */
     bool deterministic;     /* CUDA: row-invariance, see above */
     bool eager;             /* CUDA: no graphs */
+    struct comm *comm;      /* the group that this device is a rank of (comm.h), open as long as the backend; NULL: none */
 };
 
 /* A matrix or vector as it lies in the (mapped) model file; the bytes must outlive the backend, but for a MATMUL with a source.
@@ -179,8 +181,11 @@ struct backend_ops {
                   struct sample_result *results, struct kvg_error *err);
     /* After end_step: the tensor's values in host memory, valid until the next begin_step. */
     const float *(*host)(struct backend *backend, const struct tensor *tensor);
-    /* Sum over the devices of a tensor-parallel group; NULL where there is one device. */
+    /* With options.comm, by every rank alike; see comm.h. NULL where a device cannot be one of a group.
+     * x[r] = its sum over the ranks. */
     void (*all_reduce)(struct backend *backend, uint32_t n, struct tensor *x);
+    /* Rank 0's out[r] = the ranks' part[r] side by side, `cols` columns in all; out is NULL on others. */
+    void (*gather_columns)(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols);
     /* Bytes of the device's own memory, what is free of it to *free_bytes; NULL where the device works in host memory. */
     uint64_t (*memory)(const struct backend *backend, uint64_t *free_bytes);
 };

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include "gpu-worker/backend/backend.h"
 #include "gpu-worker/model/loader.h"
+#include "gpu-worker/model/share.h"
 
 struct family;
 
@@ -11,8 +12,9 @@ struct family;
 struct family_model {
     const struct family *family; /* set before load */
     struct shape shape;
+    struct share share; /* of a tensor-parallel group, or the whole */
     uint32_t n_vocab;
-    struct tensor *logits; /* [max_outputs, n_vocab], written by forward */
+    struct tensor *logits; /* [max_outputs, n_vocab], written by forward; NULL on ranks other than 0 */
     /* Where scored > 0, forward may be told to score the first ids alone: `brief`. It writes brief_logits instead. */
     uint32_t scored;
     struct tensor *brief_logits; /* [max_outputs, scored] */

@@ -7,6 +7,9 @@
  *   logits = Wout rmsnorm(x)                                                            output rows only
  *
  * The last layer runs its second half on the output rows alone: nobody reads the others.
+ *
+ * A rank of a tensor-parallel group has its share of q, k, v, gate, up and output by rows, of Wo and Wdown by columns. Rank 0
+ * adds its product to x, the others replace x by theirs; the sum over the ranks is the new x of all.
  */
 #include <math.h>
 #include <stdio.h>
@@ -24,6 +27,7 @@ struct llama {
     struct tensor *embedding, *frequencies, *output_norm, *output;
     struct tensor *window_frequencies, *window_angles; /* of layers with a window; NULL: they have those of the others */
     struct tensor *brief_output;                       /* the first rows of output; NULL where all are always scored */
+    struct tensor *part_logits;                        /* a rank's own columns of the logits; NULL where it has them all */
     struct llama_layer *layers;
     /* activations of all rows */
     struct tensor *x, *normed, *query, *key, *value, *attended, *angles;
@@ -34,47 +38,58 @@ struct llama {
     struct tensor *x_out, *attended_out, *normed_out;
 };
 
-static int layer_tensor(struct loader *loader, struct tensor **out, uint32_t layer, const char *name, uint32_t rows,
-                        uint32_t cols, enum loader_need need, struct kvg_error *err)
+/* A tensor of a layer, and what of it the rank takes: all, or `count` rows or columns from `first` on. */
+struct layer_tensor {
+    struct tensor **out; /* NULL: not wanted */
+    const char *name;
+    uint32_t rows, cols;
+    enum loader_need need;
+    enum { CUT_NONE, CUT_ROWS, CUT_COLS } cut;
+    uint32_t first, count;
+};
+
+static int load_layer_tensor(struct loader *loader, uint32_t layer, const struct layer_tensor *t, struct kvg_error *err)
 {
+    struct loader_part part = {0, t->rows, 0, t->cols};
     char full[64];
-    snprintf(full, sizeof full, "blk.%u.%s", layer, name);
-    return loader_tensor(loader, out, full, rows, cols, rows == 1 ? WEIGHT_VECTOR : WEIGHT_MATMUL, need, err);
+    snprintf(full, sizeof full, "blk.%u.%s", layer, t->name);
+    if (t->cut == CUT_ROWS)
+        part = (struct loader_part){t->first, t->count, 0, t->cols};
+    else if (t->cut == CUT_COLS)
+        part = (struct loader_part){0, t->rows, t->first, t->count};
+    return loader_tensor_part(loader, t->out, full, t->rows, t->cols, &part, t->rows == 1 ? WEIGHT_VECTOR : WEIGHT_MATMUL,
+                              t->need, err);
 }
 
-static int load_layer(struct llama *llama, struct loader *loader, const struct shape *s, uint32_t i, enum loader_need bias,
-                      struct kvg_error *err)
+static int load_layer(struct family_model *model, struct loader *loader, uint32_t i, enum loader_need bias, struct kvg_error *err)
 {
-    struct llama_layer *l = &llama->layers[i];
+    struct llama_layer *l = &((struct llama *)model->state)->layers[i];
+    const struct shape *s = &model->shape;
+    const struct share *p = &model->share;
     uint32_t traits = loader->family->traits, q_rows = s->n_heads * s->head_dim, kv_rows = s->n_kv_heads * s->head_dim;
-    const struct {
-        struct tensor **out;
-        const char *name;
-        uint32_t rows, cols;
-        enum loader_need need;
-    } wanted[] = {
+    uint32_t first_q = p->first_head * s->head_dim, n_q = p->n_heads * s->head_dim;
+    uint32_t first_kv = p->first_kv_head * s->head_dim, n_kv = p->n_kv_heads * s->head_dim;
+    const struct layer_tensor wanted[] = {
         {&l->attn_norm, "attn_norm.weight", 1, s->hidden, LOADER_REQUIRED},
-        {&l->q, "attn_q.weight", q_rows, s->hidden, LOADER_REQUIRED},
-        {&l->k, "attn_k.weight", kv_rows, s->hidden, LOADER_REQUIRED},
-        {&l->v, "attn_v.weight", kv_rows, s->hidden, LOADER_REQUIRED},
-        {&l->q_bias, "attn_q.bias", 1, q_rows, bias},
-        {&l->k_bias, "attn_k.bias", 1, kv_rows, bias},
-        {&l->v_bias, "attn_v.bias", 1, kv_rows, bias},
-        {&l->attn_output, "attn_output.weight", s->hidden, q_rows, LOADER_REQUIRED},
+        {&l->q, "attn_q.weight", q_rows, s->hidden, LOADER_REQUIRED, CUT_ROWS, first_q, n_q},
+        {&l->k, "attn_k.weight", kv_rows, s->hidden, LOADER_REQUIRED, CUT_ROWS, first_kv, n_kv},
+        {&l->v, "attn_v.weight", kv_rows, s->hidden, LOADER_REQUIRED, CUT_ROWS, first_kv, n_kv},
+        {&l->q_bias, "attn_q.bias", 1, q_rows, bias, CUT_COLS, first_q, n_q},
+        {&l->k_bias, "attn_k.bias", 1, kv_rows, bias, CUT_COLS, first_kv, n_kv},
+        {&l->v_bias, "attn_v.bias", 1, kv_rows, bias, CUT_COLS, first_kv, n_kv},
+        {&l->attn_output, "attn_output.weight", s->hidden, q_rows, LOADER_REQUIRED, CUT_COLS, first_q, n_q},
         {&l->output_bias, "attn_output.bias", 1, s->hidden, LOADER_OPTIONAL},
         {&l->ffn_norm, "ffn_norm.weight", 1, s->hidden, LOADER_REQUIRED},
-        {&l->gate, "ffn_gate.weight", s->ffn, s->hidden, LOADER_REQUIRED},
-        {&l->up, "ffn_up.weight", s->ffn, s->hidden, LOADER_REQUIRED},
-        {&l->down, "ffn_down.weight", s->hidden, s->ffn, LOADER_REQUIRED},
+        {&l->gate, "ffn_gate.weight", s->ffn, s->hidden, LOADER_REQUIRED, CUT_ROWS, p->first_ffn, p->ffn},
+        {&l->up, "ffn_up.weight", s->ffn, s->hidden, LOADER_REQUIRED, CUT_ROWS, p->first_ffn, p->ffn},
+        {&l->down, "ffn_down.weight", s->hidden, s->ffn, LOADER_REQUIRED, CUT_COLS, p->first_ffn, p->ffn},
         {traits & FAMILY_QK_NORM ? &l->q_norm : NULL, "attn_q_norm.weight", 1, s->head_dim, LOADER_REQUIRED},
         {traits & FAMILY_QK_NORM ? &l->k_norm : NULL, "attn_k_norm.weight", 1, s->head_dim, LOADER_REQUIRED},
         {traits & FAMILY_POST_NORMS ? &l->attn_post_norm : NULL, "post_attention_norm.weight", 1, s->hidden, LOADER_REQUIRED},
         {traits & FAMILY_POST_NORMS ? &l->ffn_post_norm : NULL, "post_ffw_norm.weight", 1, s->hidden, LOADER_REQUIRED},
     };
     for (size_t w = 0; w < sizeof wanted / sizeof *wanted; w++) {
-        if (!wanted[w].out)
-            continue;
-        int failed = layer_tensor(loader, wanted[w].out, i, wanted[w].name, wanted[w].rows, wanted[w].cols, wanted[w].need, err);
+        int failed = wanted[w].out ? load_layer_tensor(loader, i, &wanted[w], err) : 0;
         if (failed)
             return failed;
     }
@@ -86,7 +101,8 @@ static int allocate(struct family_model *model, struct loader *loader, uint32_t 
 {
     struct llama *llama = model->state;
     const struct shape *s = &model->shape;
-    uint32_t q_cols = s->n_heads * s->head_dim, kv_cols = s->n_kv_heads * s->head_dim;
+    const struct share *p = &model->share;
+    uint32_t q_cols = p->n_heads * s->head_dim, kv_cols = p->n_kv_heads * s->head_dim;
     uint32_t most = max_rows > max_outputs ? max_rows : max_outputs;
     const struct {
         struct tensor **out;
@@ -99,12 +115,13 @@ static int allocate(struct family_model *model, struct loader *loader, uint32_t 
         {&llama->value, max_rows, kv_cols},
         {&llama->attended, max_rows, q_cols},
         {&llama->angles, max_rows, s->rotated},
-        {&llama->gate_out, most, s->ffn},
-        {&llama->up_out, most, s->ffn},
+        {&llama->gate_out, most, p->ffn},
+        {&llama->up_out, most, p->ffn},
         {&llama->x_out, max_outputs, s->hidden},
         {&llama->attended_out, max_outputs, q_cols},
         {&llama->normed_out, max_outputs, s->hidden},
-        {&model->logits, max_outputs, model->n_vocab},
+        {p->rank == 0 ? &model->logits : NULL, max_outputs, model->n_vocab},
+        {p->size > 1 ? &llama->part_logits : NULL, max_outputs, p->n_ids},
         {model->family->traits & FAMILY_POST_NORMS ? &llama->added : NULL, most, s->hidden},
         {llama->window_frequencies ? &llama->window_angles : NULL, max_rows, s->rotated},
     };
@@ -147,8 +164,9 @@ static int load_ends(struct family_model *model, struct loader *loader, struct k
         (model->shape.window_base != 0 &&
          (failed = loader_window_frequencies(loader, &model->shape, &llama->window_frequencies, err))))
         return failed;
-    model->scored = model->scored < rows ? model->scored : 0;
-    if ((failed = loader_tensor(loader, &llama->output, output, rows, hidden, WEIGHT_MATMUL, LOADER_REQUIRED, err)) ||
+    model->scored = model->scored < rows && model->share.size == 1 ? model->scored : 0;
+    struct loader_part part = {model->share.first_id, model->share.n_ids, 0, hidden};
+    if ((failed = loader_tensor_part(loader, &llama->output, output, rows, hidden, &part, WEIGHT_MATMUL, LOADER_REQUIRED, err)) ||
         model->scored == 0)
         return failed;
     return loader_first_rows(loader, &llama->brief_output, output, model->scored, hidden, err);
@@ -159,11 +177,27 @@ static int check_backend(const struct family_model *model, const struct backend 
 {
     const struct backend_ops *ops = backend->ops;
     uint32_t traits = model->family->traits;
+    bool lacks_group = model->share.size > 1 && (!ops->all_reduce || !ops->gather_columns);
     bool lacks = ((traits & FAMILY_QK_NORM) && !ops->head_rmsnorm) || ((traits & FAMILY_POST_NORMS) && !ops->add) ||
                  ((traits & FAMILY_EMBED_SCALE) && !ops->scale) || ((traits & FAMILY_GELU) && !ops->gelu_mul);
+    if (lacks_group)
+        return kvg_fail(err, KVG_UNSUPPORTED,
+                        "this device cannot be one of a group: use --device cpu, or no --tensor-parallel-size");
     return lacks ? kvg_fail(err, KVG_UNSUPPORTED, "this device lacks an operation of %s models: use --device cpu",
                             model->family->name)
                  : 0;
+}
+
+static int divide(struct family_model *model, const struct loader *loader, struct kvg_error *err)
+{
+    uint32_t ranks = loader->ranks ? loader->ranks : 1, block = 1;
+    char name[64];
+    for (uint32_t i = 0; i < model->shape.n_layers; i++) {
+        snprintf(name, sizeof name, "blk.%u.ffn_down.weight", i);
+        uint32_t own = loader_block(loader, name);
+        block = own > block ? own : block;
+    }
+    return share_of(&model->share, &model->shape, block, loader_rows(loader, "token_embd.weight"), loader->rank, ranks, err);
 }
 
 int decoder_load(struct family_model *model, struct loader *loader, uint32_t max_rows, uint32_t max_outputs,
@@ -171,7 +205,7 @@ int decoder_load(struct family_model *model, struct loader *loader, uint32_t max
 {
     uint32_t traits = model->family->traits;
     int failed = loader_shape(loader, &model->shape, err);
-    if (failed || (failed = check_backend(model, loader->backend, err)))
+    if (failed || (failed = divide(model, loader, err)) || (failed = check_backend(model, loader->backend, err)))
         return failed;
     struct llama *llama = model->state = calloc(1, sizeof *llama);
     if (llama)
@@ -182,8 +216,7 @@ int decoder_load(struct family_model *model, struct loader *loader, uint32_t max
     if ((failed = load_ends(model, loader, err)))
         return failed;
     for (uint32_t i = 0; i < model->shape.n_layers; i++)
-        if ((failed =
-                 load_layer(llama, loader, &model->shape, i, traits & FAMILY_QKV_BIAS ? LOADER_REQUIRED : LOADER_OPTIONAL, err)))
+        if ((failed = load_layer(model, loader, i, traits & FAMILY_QKV_BIAS ? LOADER_REQUIRED : LOADER_OPTIONAL, err)))
             return failed;
     return allocate(model, loader, max_rows, max_outputs, err);
 }
@@ -244,11 +277,13 @@ static void add_half(const struct family_model *model, struct backend *backend, 
                      struct tensor *normed)
 {
     const struct llama *llama = model->state;
-    if (!norm) {
-        product(backend, n, y, weight, bias, x, true);
+    bool first = model->share.rank == 0;
+    struct tensor *out = norm ? llama->added : x;
+    product(backend, n, y, weight, first ? bias : NULL, out, !norm && first);
+    if (model->share.size > 1)
+        backend->ops->all_reduce(backend, n, out);
+    if (!norm)
         return;
-    }
-    product(backend, n, y, weight, bias, llama->added, false);
     backend->ops->rmsnorm(backend, n, llama->added, norm, model->shape.eps, normed);
     backend->ops->add(backend, n, x, normed);
 }
@@ -321,8 +356,12 @@ void decoder_forward(const struct family_model *model, struct backend *backend, 
              llama->x_out, llama->normed_out);
     ffn_half(model, backend, n_outputs, last, llama->x_out, llama->normed_out);
     backend->ops->rmsnorm(backend, n_outputs, llama->x_out, llama->output_norm, model->shape.eps, llama->normed_out);
-    if (model->brief)
+    if (model->brief) {
         product(backend, n_outputs, llama->normed_out, llama->brief_output, NULL, model->brief_logits, false);
-    else
-        product(backend, n_outputs, llama->normed_out, llama->output, NULL, model->logits, false);
+        return;
+    }
+    struct tensor *logits = llama->part_logits ? llama->part_logits : model->logits;
+    product(backend, n_outputs, llama->normed_out, llama->output, NULL, logits, false);
+    if (llama->part_logits)
+        backend->ops->gather_columns(backend, n_outputs, llama->part_logits, model->logits, model->n_vocab);
 }

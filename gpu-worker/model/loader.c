@@ -387,6 +387,16 @@ uint32_t loader_rows(const struct loader *loader, const char *name)
                                                                                                        : 0;
 }
 
+uint32_t loader_block(const struct loader *loader, const char *name)
+{
+    char full[NAME_SIZE];
+    struct source source;
+    const char *file = file_name(loader, name, full);
+    if (loader->folder && quantized_has(&loader->quantization, loader->folder, file))
+        return QUANT_GROUP;
+    return find_source(loader, file, &source) && source.format ? source.format->block_values : 1;
+}
+
 bool loader_has_output(const struct loader *loader)
 {
     bool tied = false;
@@ -412,22 +422,70 @@ static int check_source(const struct source *source, const char *name, uint32_t 
     return 0;
 }
 
-/* A matrix of a quantized folder; all_rows: of the whole, of which the first `rows` become the tensor. */
-static int load_quantized(struct loader *loader, struct tensor **out, const char *name, uint32_t all_rows, uint32_t rows,
-                          uint32_t cols, struct quantized_matrix *matrix, struct kvg_error *err)
+/* Leaves of the weight, as it lies in the file, what the part is. Columns that lie apart are copied to *copy, which the caller
+ * frees when the backend has its own. */
+static int cut(const struct loader *loader, struct backend_weight *weight, const char *name, const struct loader_part *part,
+               void **copy, struct kvg_error *err)
 {
-    int failed =
-        quantized_read(matrix, &loader->quantization, loader->folder, name, all_rows, cols, loader->backend->gathers, err);
+    const struct quant_format *format = weight->format;
+    size_t row_bytes = quant_row_bytes(format, weight->cols), bytes = quant_row_bytes(format, part->cols);
+    size_t skipped = (size_t)part->first_col / format->block_values * format->block_bytes;
+    const uint8_t *from = (const uint8_t *)weight->data + part->first_row * row_bytes + skipped;
+    bool whole_rows = part->cols == weight->cols;
+    *copy = NULL;
+    if (part->first_col % format->block_values || bytes == 0)
+        return kvg_fail(err, KVG_INVALID,
+                        "tensor %s: columns %u to %u, the part of rank %u of %u, do not begin and end on borders of %s blocks "
+                        "of %u columns: another --tensor-parallel-size is needed",
+                        name, part->first_col, part->first_col + part->cols - 1, loader->rank, loader->ranks, format->name,
+                        format->block_values);
+    weight->rows = part->rows;
+    weight->cols = part->cols;
+    weight->data = from;
+    if (whole_rows || part->rows == 1)
+        return 0;
+    uint8_t *to = *copy = malloc(part->rows * bytes);
+    if (!to)
+        return kvg_fail(err, KVG_NOMEM, "no memory for %u rows of a part of tensor %s", part->rows, name);
+    for (size_t r = 0; r < part->rows; r++)
+        memcpy(to + r * bytes, from + r * row_bytes, bytes);
+    weight->data = to;
+    weight->source = weight->source ? weight->source : from;
+    return 0;
+}
+
+static struct loader_part whole_of(uint32_t rows, uint32_t cols)
+{
+    return (struct loader_part){0, rows, 0, cols};
+}
+
+/* What the backend has against a tensor, or a part of it. */
+static int name_fault(int failed, const char *name, const struct loader_part *part, struct kvg_error *err)
+{
+    struct kvg_error cause = err ? *err : (struct kvg_error){0};
+    if (part->first_row || part->first_col)
+        return kvg_fail(err, failed, "tensor %s, from row %u and column %u on: %.160s", name, part->first_row, part->first_col,
+                        cause.message);
+    return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
+}
+
+/* A matrix [rows, cols] of a quantized folder, of which the part becomes the tensor. Where columns are cut they must lie in their
+ * own order. */
+static int load_quantized(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                          const struct loader_part *part, struct quantized_matrix *matrix, struct kvg_error *err)
+{
+    bool gathers = loader->backend->gathers && part->cols == cols;
+    void *copy = NULL;
+    int failed = quantized_read(matrix, &loader->quantization, loader->folder, name, rows, cols, gathers, err);
     if (failed)
         return failed;
     struct backend_weight weight = {matrix->format, matrix->data, rows, cols, matrix->parts[0]->data, matrix->order};
-    failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err);
+    if (!(failed = cut(loader, &weight, name, part, &copy, err)) &&
+        (failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err)))
+        failed = name_fault(failed, name, part, err);
+    free(copy);
     quantized_free_data(matrix);
-    if (failed) {
-        struct kvg_error cause = err ? *err : (struct kvg_error){0};
-        return kvg_fail(err, failed, "matrix %s: %.200s", name, cause.message);
-    }
-    return 0;
+    return failed;
 }
 
 /* The backend has a copy of its own. */
@@ -449,9 +507,10 @@ static void mark_used(struct loader *loader, const struct source *source)
 }
 
 /* A norm of a folder whose family keeps them less 1. */
-static int load_norm(struct loader *loader, struct tensor **out, const struct source *source, uint32_t cols,
+static int load_norm(struct loader *loader, struct tensor **out, const char *name, const struct source *source, uint32_t cols,
                      struct kvg_error *err)
 {
+    struct loader_part whole = whole_of(1, cols);
     float *values = malloc(cols * sizeof *values);
     if (!values)
         return kvg_fail(err, KVG_NOMEM, "no memory for %u values", cols);
@@ -461,14 +520,14 @@ static int load_norm(struct loader *loader, struct tensor **out, const struct so
     struct backend_weight weight = {.format = &quant_f32, .data = values, .rows = 1, .cols = cols};
     int failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_VECTOR, err);
     free(values);
-    return failed;
+    return failed ? name_fault(failed, name, &whole, err) : 0;
 }
 
 static int quantized_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
-                            struct kvg_error *err)
+                            const struct loader_part *part, struct kvg_error *err)
 {
     struct quantized_matrix matrix;
-    int failed = load_quantized(loader, out, name, rows, rows, cols, &matrix, err);
+    int failed = load_quantized(loader, out, name, rows, cols, part, &matrix, err);
     for (uint32_t i = 0; i < QUANTIZED_PARTS && !failed && matrix.parts[i]; i++) {
         struct source source = {.n_bytes = matrix.parts[i]->n_bytes,
                                 .index = (size_t)(matrix.parts[i] - loader->folder->tensors)};
@@ -493,6 +552,28 @@ static int check_values(const struct loader *loader, const struct source *source
 int loader_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                   enum backend_weight_use use, enum loader_need need, struct kvg_error *err)
 {
+    struct loader_part whole = whole_of(rows, cols);
+    return loader_tensor_part(loader, out, name, rows, cols, &whole, use, need, err);
+}
+
+/* Hands the part of a checked tensor to the backend. */
+static int load_source(struct loader *loader, struct tensor **out, const char *name, const struct source *source, uint32_t rows,
+                       uint32_t cols, const struct loader_part *part, enum backend_weight_use use, struct kvg_error *err)
+{
+    struct backend_weight weight = {.format = source->format, .data = source->data, .rows = rows, .cols = cols};
+    void *copy;
+    int failed = cut(loader, &weight, name, part, &copy, err);
+    if (failed)
+        return failed;
+    if ((failed = loader->backend->ops->weight(loader->backend, out, &weight, use, err)))
+        failed = name_fault(failed, name, part, err);
+    free(copy);
+    return failed;
+}
+
+int loader_tensor_part(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                       const struct loader_part *part, enum backend_weight_use use, enum loader_need need, struct kvg_error *err)
+{
     char full[NAME_SIZE];
     struct source source;
     const char *asked = name;
@@ -501,7 +582,7 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
     *out = NULL;
     name = file_name(loader, name, full);
     if (use == WEIGHT_MATMUL && loader->folder && quantized_has(&loader->quantization, loader->folder, name)) {
-        int failed = quantized_tensor(loader, out, name, rows, cols, err);
+        int failed = quantized_tensor(loader, out, name, rows, cols, part, err);
         if (!failed && loader->watch)
             loader->watch->weight(loader->watch->context, asked, *out, rows, cols);
         return failed;
@@ -513,15 +594,12 @@ int loader_tensor(struct loader *loader, struct tensor **out, const char *name, 
         failed = check_values(loader, &source, name, rows, cols, err);
     if (failed)
         return failed;
-    struct backend_weight weight = {.format = source.format, .data = source.data, .rows = rows, .cols = cols};
     if (norm && loader->folder && loader->family->traits & FAMILY_NORM_PLUS_1)
-        failed = load_norm(loader, out, &source, cols, err);
+        failed = load_norm(loader, out, name, &source, cols, err);
     else
-        failed = loader->backend->ops->weight(loader->backend, out, &weight, use, err);
-    if (failed) {
-        struct kvg_error cause = err ? *err : (struct kvg_error){0};
-        return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
-    }
+        failed = load_source(loader, out, name, &source, rows, cols, part, use, err);
+    if (failed)
+        return failed;
     if (use == WEIGHT_MATMUL && loader->watch)
         loader->watch->weight(loader->watch->context, asked, *out, rows, cols);
     if (use == WEIGHT_MATMUL)
@@ -538,7 +616,8 @@ int loader_first_rows(struct loader *loader, struct tensor **out, const char *na
     const char *file = file_name(loader, name, full);
     if (loader->folder && quantized_has(&loader->quantization, loader->folder, file)) {
         struct quantized_matrix matrix;
-        return load_quantized(loader, out, file, loader_rows(loader, "token_embd.weight"), rows, cols, &matrix, err);
+        struct loader_part part = whole_of(rows, cols);
+        return load_quantized(loader, out, file, loader_rows(loader, "token_embd.weight"), cols, &part, &matrix, err);
     }
     if (!find_source(loader, file, &source))
         return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);

@@ -50,6 +50,12 @@ struct loader {
     void (*progress)(double share, void *context);
     void *context;
     const struct model_watch *watch; /* is told of every matrix; NULL = none */
+    uint32_t rank, ranks;            /* of a tensor-parallel group; 0 of 0: alone */
+};
+
+/* What a rank takes of a tensor. */
+struct loader_part {
+    uint32_t first_row, rows, first_col, cols;
 };
 
 /* path: a GGUF file, which has metadata and tensors, or a folder's metadata (*gguf) and its tensors (*folder, NULL of a file).
@@ -71,12 +77,18 @@ enum loader_need { LOADER_OPTIONAL, LOADER_REQUIRED };
  * The tensor `name` with exactly [rows, cols] (rows = 1: a vector). An absent optional tensor gives *out = NULL. */
 int loader_tensor(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                   enum backend_weight_use use, enum loader_need need, struct kvg_error *err);
+/* As loader_tensor, but *out is this part of it, a tensor [part->rows, part->cols]. KVG_INVALID, with both numbers, where its
+ * columns do not begin and end on borders of the format's blocks. */
+int loader_tensor_part(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
+                       const struct loader_part *part, enum backend_weight_use use, enum loader_need need, struct kvg_error *err);
 /* The first rows of a matrix that was loaded already, as a matrix of its own. */
 int loader_first_rows(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                       struct kvg_error *err);
 /* What GGUF files call the tensor that folders call "model.layers.3.mlp.up_proj.weight": "blk.3.ffn_up.weight". post_norms: of a
  * family that has them. False where the name is of no layer's part. */
 bool loader_gguf_name(const char *name, bool post_norms, char out[64]);
+/* Columns that a matrix can be cut after: the values of a block of its format; 1 where it is absent. */
+uint32_t loader_block(const struct loader *loader, const char *name);
 /* Rows of a matrix by name, 0 if absent. */
 uint32_t loader_rows(const struct loader *loader, const char *name);
 /* Whether the model has an output matrix of its own. A folder's config.json says; where it says tied, one that is there all the

@@ -1,10 +1,12 @@
 #include "gpu-worker/model/model.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/backend/backend.h"
 #include "gpu-worker/backend/cuda_plugin.h"
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/family.h"
+#include "gpu-worker/model/follow.h"
 #include "gpu-worker/model/loader.h"
 #include "gpu-worker/model/safetensors.h"
 #include "gpu-worker/model/watch.h"
@@ -22,6 +24,8 @@ struct model {
     struct model_options options;
     struct backend_kv kv;     /* n_blocks = 0 until model_kv_alloc */
     struct backend_seq *seqs; /* [max_seqs] */
+    struct orders orders;     /* with options.comm */
+    bool leads;               /* rank 0 of a group whose other ranks follow */
 };
 
 static int open_backend(struct model *model, struct kvg_error *err)
@@ -34,7 +38,8 @@ static int open_backend(struct model *model, struct kvg_error *err)
                                       .max_seqs = model->options.max_seqs,
                                       .max_outputs = model->options.max_outputs,
                                       .deterministic = model->options.deterministic,
-                                      .eager = model->options.enforce_eager};
+                                      .eager = model->options.enforce_eager,
+                                      .comm = model->options.comm};
     if (strcmp(device, "auto") != 0 && strcmp(device, "cpu") != 0 && strcmp(device, "cuda") != 0)
         return kvg_fail(err, KVG_INVALID, "unknown --device \"%s\" (auto, cpu, cuda)", device);
     int failed = KVG_UNSUPPORTED;
@@ -69,7 +74,9 @@ static int load_weights(struct model *model, struct kvg_error *err)
     struct loader loader = {.folder = model->folder,
                             .progress = model->options.progress,
                             .context = model->options.context,
-                            .watch = model->options.watch};
+                            .watch = model->options.watch,
+                            .rank = model->options.comm ? model->options.comm->rank : 0,
+                            .ranks = model->options.comm ? model->options.comm->size : 1};
     int failed = loader_init(&loader, model->gguf, model->backend, err);
     if (failed)
         goto done;
@@ -98,11 +105,13 @@ static void fill_info(struct model *model)
     info->n_vocab = model->parts.n_vocab;
     info->max_position = s->max_position;
     info->scored = model->parts.brief_logits ? model->parts.scored : info->n_vocab;
-    model->backend->ops->describe(model->backend, info->backend, sizeof info->backend);
+    info->ranks = model->parts.share.size;
+    int n = info->ranks > 1 ? snprintf(info->backend, sizeof info->backend, "%u ranks of ", info->ranks) : 0;
+    model->backend->ops->describe(model->backend, info->backend + n, sizeof info->backend - (size_t)n);
     info->kv_cache_dtype = backend_kv_dtype_name(model->kv.dtype);
     model->kv.n_layers = s->n_layers;
-    model->kv.n_heads = s->n_heads;
-    model->kv.n_kv_heads = s->n_kv_heads;
+    model->kv.n_heads = model->parts.share.n_heads;
+    model->kv.n_kv_heads = model->parts.share.n_kv_heads;
     model->kv.head_dim = s->head_dim;
     model->kv.windows = s->windowed ? s->windows : NULL;
 }
@@ -124,13 +133,16 @@ int model_open(struct model **out, const struct model_options *options, struct k
     model->seqs = calloc(model->options.max_seqs, sizeof *model->seqs);
     if (!model->seqs)
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u sequences", model->options.max_seqs);
-    else if (!(failed = loader_open_files(model->options.path, &model->gguf, &model->folder, err)) &&
-             !(failed = open_device(model, err)))
-        failed = load_weights(model, err);
+    else if (!(failed = options->comm ? orders_init(&model->orders, options->comm, model->options.max_seqs, err) : 0))
+        failed = loader_open_files(model->options.path, &model->gguf, &model->folder, err);
+    /* A rank that fails must not leave the others waiting for it in what they do together next. */
+    if (!(failed = comm_agree(options->comm, failed, err)) && !(failed = comm_agree(options->comm, open_device(model, err), err)))
+        failed = comm_agree(options->comm, load_weights(model, err), err);
     if (failed) {
         model_close(model);
         return failed;
     }
+    model->leads = options->comm && options->comm->rank == 0;
     fill_info(model);
     *out = model;
     return 0;
@@ -140,6 +152,9 @@ void model_close(struct model *model)
 {
     if (!model)
         return;
+    if (model->leads)
+        order_close(&model->orders, NULL);
+    orders_free(&model->orders);
     if (model->parts.family)
         model->parts.family->free(&model->parts);
     if (model->backend)
@@ -161,7 +176,8 @@ size_t model_kv_block_bytes(const struct model *model, uint32_t block_size)
 {
     struct backend_kv kv = model->kv;
     kv.block_size = block_size;
-    return model->backend->ops->kv_block_bytes(model->backend, &kv);
+    size_t bytes = model->backend->ops->kv_block_bytes(model->backend, &kv);
+    return model->backend->ops->memory ? bytes : bytes * model->info.ranks;
 }
 
 uint64_t model_device_memory(const struct model *model, uint64_t *free_bytes)
@@ -180,10 +196,11 @@ int model_kv_alloc(struct model *model, uint32_t n_blocks, uint32_t block_size, 
         return kvg_fail(err, KVG_INVALID, "a KV pool of 0 blocks");
     kv.n_blocks = n_blocks;
     kv.block_size = block_size;
-    int failed = model->backend->ops->kv_alloc(model->backend, &kv, err);
-    if (!failed)
-        model->kv = kv;
-    return failed;
+    int failed = model->leads ? order_kv(&model->orders, n_blocks, block_size, err) : 0;
+    if (failed || (failed = comm_agree(model->options.comm, model->backend->ops->kv_alloc(model->backend, &kv, err), err)))
+        return failed;
+    model->kv = kv;
+    return 0;
 }
 
 static int check_batch(const struct model *model, const struct model_batch *batch, struct kvg_error *err)
@@ -209,12 +226,11 @@ static int check_batch(const struct model *model, const struct model_batch *batc
     return 0;
 }
 
-int model_forward(struct model *model, const struct model_batch *batch, struct kvg_error *err)
+/* This rank's part of a step. */
+static int run_batch(struct model *model, const struct model_batch *batch, struct kvg_error *err)
 {
     struct backend *backend = model->backend;
-    int failed = check_batch(model, batch, err);
-    if (failed)
-        return failed;
+    int failed;
     for (uint32_t i = 0; i < batch->n_seqs; i++) {
         const struct model_seq *seq = &batch->seqs[i];
         model->seqs[i] = (struct backend_seq){seq->first_row, seq->n_rows, seq->n_past, seq->blocks};
@@ -230,6 +246,29 @@ int model_forward(struct model *model, const struct model_batch *batch, struct k
     model->parts.brief = batch->brief && model->parts.brief_logits;
     model->parts.family->forward(&model->parts, backend, batch->n_rows, batch->n_outputs);
     return backend->ops->end_step(backend, err);
+}
+
+int model_forward(struct model *model, const struct model_batch *batch, struct kvg_error *err)
+{
+    int failed = check_batch(model, batch, err);
+    if (failed || (model->leads && (failed = order_step(&model->orders, batch, model->kv.block_size, err))))
+        return failed;
+    return run_batch(model, batch, err);
+}
+
+int model_follow(struct model *model, struct kvg_error *err)
+{
+    struct order order;
+    int failed;
+    while (!(failed = order_read(&model->orders, &order, err)) && order.kind != ORDER_CLOSE) {
+        if (order.kind == ORDER_STEP)
+            failed = run_batch(model, &order.batch, err);
+        else
+            model_kv_alloc(model, order.n_blocks, order.block_size, NULL); /* rank 0 says what failed, and ends */
+        if (failed)
+            return failed;
+    }
+    return failed;
 }
 
 /* Of the last forward. */

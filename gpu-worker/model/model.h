@@ -9,6 +9,10 @@
  * block placement or thread count (within one CPU instruction-set path).
  *
  * All calls but model_open/close come from the engine thread.
+ *
+ * A tensor-parallel group (backend/comm.h) has a model on each rank, opened with the same options but for the rank; model_open
+ * returns the same code on all of them. Rank 0's is then used as any other; the others run model_follow, which does what rank 0's
+ * calls need until its model_close.
  */
 #pragma once
 #include <stdbool.h>
@@ -17,6 +21,7 @@
 #include "libprompt/error.h"
 #include "libprompt/gguf.h"
 
+struct comm;
 struct model;
 struct model_watch;
 struct sample_row;
@@ -38,6 +43,7 @@ struct model_options {
     void (*progress)(double share, void *context); /* 0..1 while the file loads; may be NULL */
     void *context;
     const struct model_watch *watch; /* see watch.h; NULL = none. Alive as long as the model */
+    struct comm *comm;               /* the caller's, alive as long as the model; NULL = this process alone */
 };
 
 struct model_info {
@@ -45,7 +51,8 @@ struct model_info {
     uint32_t n_layers, n_heads, n_kv_heads, head_dim, hidden, n_vocab; /* n_vocab: rows of the output matrix */
     uint32_t max_position;                                             /* the file's context length */
     uint32_t scored;                                                   /* by a brief batch; n_vocab where that saves nothing */
-    uint64_t weight_bytes;
+    uint64_t weight_bytes;                                             /* of the file: of all ranks together */
+    uint32_t ranks;                                                    /* that compute it together; 1 = this process alone */
     char backend[128];          /* "cpu amx, 2 threads, int16 Q4_1, int8 Q8_0": how each format is multiplied */
     const char *kv_cache_dtype; /* of the KV pool: "f16", "bf16", "int8" */
 };
@@ -54,7 +61,11 @@ int model_open(struct model **out, const struct model_options *options, struct k
 void model_close(struct model *model);
 const struct model_info *model_info(const struct model *model);
 
-/* KV pool: n_blocks blocks of block_size tokens, all layers. Allocated once, before the first forward. */
+/* Ranks other than 0, in place of all calls below: 0 when rank 0 has closed its model, or an error as model_forward's. */
+int model_follow(struct model *model, struct kvg_error *err);
+
+/* KV pool: n_blocks blocks of block_size tokens, all layers. Allocated once, before the first forward. On the CPU the bytes are
+ * those of all ranks together, on devices with memory of their own those of one. */
 size_t model_kv_block_bytes(const struct model *model, uint32_t block_size);
 /* Bytes of the device's own memory, and what is free of it; 0 on the CPU. */
 uint64_t model_device_memory(const struct model *model, uint64_t *free_bytes);

@@ -56,6 +56,7 @@ struct cpu_backend {
     struct backend_step step;
     struct row_place *places; /* [max_rows] */
     struct attention_plan *plan;
+    struct kvg_error lost; /* why the group is of no use any more; code 0: it is */
 };
 
 static inline struct cpu_backend *cpu_of(struct backend *backend)
@@ -108,6 +109,8 @@ void cpu_add(struct backend *backend, uint32_t n, struct tensor *x, const struct
 void cpu_gelu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
 void cpu_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
 void cpu_gather(struct backend *backend, const struct tensor *x, struct tensor *out);
+void cpu_all_reduce(struct backend *backend, uint32_t n, struct tensor *x);
+void cpu_gather_columns(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols);
 int cpu_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
                struct sample_result *results, struct kvg_error *err);
 const float *cpu_host(struct backend *backend, const struct tensor *tensor);

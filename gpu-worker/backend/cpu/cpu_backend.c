@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#include "gpu-worker/backend/comm.h"
 
 static bool has_generic(void)
 {
@@ -135,6 +136,8 @@ static void cpu_close(struct backend *backend)
     struct cpu_backend *cpu = cpu_of(backend);
     if (!cpu)
         return;
+    if (cpu->options.comm)
+        cpu->options.comm->run = NULL;
     thread_pool_close(cpu->pool);
     cpu_free_memory(cpu);
     free(cpu);
@@ -163,9 +166,16 @@ static const struct backend_ops cpu_ops = {
     .add = cpu_add,
     .gelu_mul = cpu_gelu_mul,
     .gather = cpu_gather,
+    .all_reduce = cpu_all_reduce,
+    .gather_columns = cpu_gather_columns,
     .sample = cpu_sample,
     .host = cpu_host,
 };
+
+static void run_on_pool(void *context, uint32_t n, uint32_t chunk, comm_item item, void *arg)
+{
+    thread_pool_for(context, n, chunk, item, arg);
+}
 
 int cpu_backend_open(struct backend **out, const struct backend_options *options, struct kvg_error *err)
 {
@@ -192,6 +202,10 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
     if (!cpu->pool || !cpu->attention || !cpu->places) {
         cpu_close(&cpu->base);
         return kvg_fail(err, KVG_NOMEM, "cannot start %u threads or get memory for steps of %u rows", threads, options->max_rows);
+    }
+    if (options->comm) {
+        options->comm->run = run_on_pool;
+        options->comm->context = cpu->pool;
     }
     *out = &cpu->base;
     return 0;

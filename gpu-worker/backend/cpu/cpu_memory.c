@@ -79,6 +79,16 @@ static struct tensor *tensor_new(struct cpu_backend *cpu, uint32_t rows, uint32_
     return tensor;
 }
 
+static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_error *err)
+{
+    if (rows <= cpu->most_rows)
+        return 0;
+    free(cpu->sampling);
+    cpu->sampling = cpu_alloc((size_t)thread_pool_size(cpu->pool) * rows * sizeof *cpu->sampling);
+    cpu->most_rows = cpu->sampling ? rows : 0;
+    return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
+}
+
 int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err)
 {
     struct cpu_backend *cpu = cpu_of(backend);
@@ -88,7 +98,7 @@ int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, 
     if (!tensor || !tensor->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for activations of %u x %u values", rows, cols);
     *out = tensor;
-    return 0;
+    return grow_sampling(cpu, cols, err); /* logits are wider than a rank's part of the output matrix */
 }
 
 struct pack_job {
@@ -154,16 +164,6 @@ static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struc
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu quantized activations", values);
     cpu->acts_values = values;
     return 0;
-}
-
-static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_error *err)
-{
-    if (rows <= cpu->most_rows)
-        return 0;
-    free(cpu->sampling);
-    cpu->sampling = cpu_alloc((size_t)thread_pool_size(cpu->pool) * rows * sizeof *cpu->sampling);
-    cpu->most_rows = cpu->sampling ? rows : 0;
-    return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
 }
 
 static int grow_scratch(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *err)

@@ -3,6 +3,7 @@
 #include "gpu-worker/backend/cpu/cpu.h"
 #include <math.h>
 #include <string.h>
+#include "gpu-worker/backend/comm.h"
 
 enum {
     INLINE_VALUES = 16384,  /* below this many values a region costs more than it saves */
@@ -58,7 +59,8 @@ int cpu_begin_step(struct backend *backend, const struct backend_step *step, str
 
 int cpu_end_step(struct backend *backend, struct kvg_error *err)
 {
-    return 0;
+    const struct kvg_error *lost = &cpu_of(backend)->lost;
+    return lost->code ? kvg_fail(err, lost->code, "%s", lost->message) : 0;
 }
 
 const float *cpu_host(struct backend *backend, const struct tensor *tensor)
@@ -185,6 +187,26 @@ void cpu_gather(struct backend *backend, const struct tensor *x, struct tensor *
     for (uint32_t i = 0; i < step->n_outputs; i++)
         memcpy(out->data + (size_t)i * x->cols, x->data + (size_t)step->outputs[i] * x->cols, x->cols * sizeof *x->data);
 }
+
+/* ---- the group ---- */
+
+void cpu_all_reduce(struct backend *backend, uint32_t n, struct tensor *x)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct comm *comm = cpu->options.comm;
+    if (!cpu->lost.code)
+        comm->ops->all_reduce(comm, x->data, (size_t)n * x->cols, &cpu->lost);
+}
+
+void cpu_gather_columns(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols)
+{
+    struct cpu_backend *cpu = cpu_of(backend);
+    struct comm *comm = cpu->options.comm;
+    if (!cpu->lost.code)
+        comm->ops->gather(comm, part->data, out ? out->data : NULL, n, cols, &cpu->lost);
+}
+
+/* ---- positions ---- */
 
 static void angle_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
