@@ -65,7 +65,8 @@ int quant_row_finite(const struct quant_format *format, const void *row, size_t 
         uint16_t d, m;
         memcpy(&d, block + format->d_at, 2);
         memcpy(&m, block + format->m_at, 2);
-        bad |= !f16_finite(d) | !f16_finite(m);
+        bad |= !f16_finite(d);
+        bad |= !f16_finite(m);
     }
     return !bad;
 }
