@@ -28,6 +28,7 @@ static const double most_beyond = 0.1;                   /* share of recent toke
 static const double window = 50;                         /* verifications that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
 static const double least_gain = 1.04, worth_catching_up = 1.1;
+static const double most_spare = 1;     /* steps: a burst of probes would be felt */
 static const double for_probes = 0.005; /* share of all time that drafts may take that do not seem to pay */
 
 /* What is known of the sequence in a slot. */
@@ -58,6 +59,7 @@ struct candidate {
     double worth[MOST_DRAFTS]; /* probability that this draft and all before it are accepted */
     bool by_model;             /* the drafter makes them */
     struct draft_order *order; /* of it; NULL where it is not asked */
+    bool trial;                /* the drafter lacks KV of it, which is computed in time that is spare */
     bool probe;                /* one is made though it does not seem to pay */
 };
 
@@ -73,7 +75,8 @@ struct speculate {
     struct step_cost *cost;              /* of the step to come: one of these */
     struct step_cost model_cost;         /* of the drafter's rounds, by rows */
     double model_gain;                   /* by drafts of the model in this step's batch; see gain_by_model */
-    double spare;                        /* seconds that are left for probes */
+    double spare, most_spare;            /* seconds that are left for probes; what they go up to */
+    double charged;                      /* of it, in this step, for what the drafter will take */
     uint32_t last_prefill, last_waiting; /* prompt rows of the last step; sequences that waited before it */
     uint32_t n_decodes, base;            /* of the step to come: decode rows; all rows without drafts */
     double plain_tokens;                 /* of it without drafts: the tokens that its time is worth; see value_of_plain */
@@ -203,16 +206,24 @@ static bool worth_its_kv(const struct speculate *spec, const struct sequence *se
     return spec->model_gain > worth_catching_up && round_cost(spec, missing) <= saved * (ahead < left ? ahead : left);
 }
 
+/* Whether there is time for a probe, or for once, since more is never saved, for a part of it: the rest is saved afterwards. */
+static bool affords(const struct speculate *spec, double price)
+{
+    return spec->spare >= (price < spec->most_spare ? price : spec->most_spare);
+}
+
 /* Whether the model may be asked. Where it lacks KV, as at first or after a time of doing without it, only if that is worth it,
  * or if there is time to spare and the sequence is one of those that try. */
-static bool guess_from_model(const struct speculate *spec, const struct candidate *c)
+static bool guess_from_model(const struct speculate *spec, struct candidate *c)
 {
     uint32_t missing = c->seq->n_ids - c->slot->n_drafted_kv;
 
     if (!spec->options.drafter || c->seq->n_ids + c->most > drafter_longest(spec->options.drafter))
         return false;
-    return spec->options.fixed || missing <= NEAR || worth_its_kv(spec, c->seq, missing) ||
-           (c->seq->number % ONE_IN == 0 && spec->spare >= round_cost(spec, missing));
+    if (spec->options.fixed || missing <= NEAR || worth_its_kv(spec, c->seq, missing))
+        return true;
+    c->trial = c->seq->number % ONE_IN == 0 && affords(spec, round_cost(spec, missing));
+    return c->trial;
 }
 
 /* Where the sequence's guess of this step comes from; false: there is none. */
@@ -393,13 +404,14 @@ static void plan_by_goodput(struct speculate *spec, uint32_t n)
  * nearly every step. */
 static void add_probes(struct speculate *spec, uint32_t n)
 {
-    double row = step_cost_of(spec->cost, spec->base + 1) - step_cost_of(spec->cost, spec->base);
+    double row = step_cost_of_row(spec->cost, spec->base);
 
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        double price = (row > 0 ? row : 0) + (c->by_model ? round_cost(spec, c->seq->n_ids - c->slot->n_drafted_kv) : 0);
-        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait && price <= spec->spare) {
+        double round = c->by_model ? round_cost(spec, c->seq->n_ids - c->slot->n_drafted_kv) : 0, price = row + round;
+        if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait && affords(spec, price)) {
             spec->spare -= price;
+            spec->charged += round;
             c->n = 1;
             c->probe = true;
         }
@@ -547,6 +559,17 @@ static void drop_poor_drafts(struct speculate *spec, uint32_t n, double spent)
     }
 }
 
+/* Whether nobody would have asked the model in this step but for those that only try it. */
+static bool only_trials(const struct speculate *spec, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        const struct candidate *c = &spec->candidates[i];
+        if (c->order && !c->probe && !c->trial)
+            return false;
+    }
+    return true;
+}
+
 /* What was chosen is written, within the most that a step may have. */
 static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
 {
@@ -554,6 +577,9 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
     uint32_t left = spec->options.most_drafts, n_drafting = 0;
     double spent = ask_model(spec, n, n_running);
 
+    if (only_trials(spec, n))
+        spec->spare -= spent - spec->charged;
+    spec->charged = 0;
     if (spent > 0)
         drop_poor_drafts(spec, n, spent);
     for (uint32_t i = 0; i < n; i++) {
@@ -636,7 +662,8 @@ void speculate_timed(struct speculate *spec, const struct step_plan *plan, doubl
 {
     spec->last_prefill = plan->n_rows - plan->n_decodes - plan->n_drafts;
     spec->spare += for_probes * seconds;
-    if (spec->spare > 2 * seconds) /* a burst of probes would be felt */
-        spec->spare = 2 * seconds;
+    spec->most_spare = most_spare * seconds;
+    if (spec->spare > spec->most_spare)
+        spec->spare = spec->most_spare;
     step_cost_add(&spec->costs[spec->last_prefill > 0], plan->n_rows, seconds);
 }

@@ -1,7 +1,7 @@
 #include "gpu-worker/engine/step_cost.h"
 
 enum { STALE = 1024, ABOUT = 4, MANY = 6 }; /* bins to either side that are about as many: a quarter */
-static const double newest_share = 0.2, most_jump = 2, price_of_row = 0.1;
+static const double most_jump = 2, price_of_row = 0.1;
 
 static uint32_t bin_of(uint32_t rows)
 {
@@ -38,10 +38,11 @@ void step_cost_add(struct step_cost *cost, uint32_t rows, double seconds)
     cost->now++;
     double *mean = &cost->mean[bin];
     if (!fresh(cost, bin, STALE))
-        *mean = seconds;
+        cost->n[bin] = 0;
     else if (seconds > most_jump * *mean) /* an interruption */
         seconds = most_jump * *mean;
-    *mean += newest_share * (seconds - *mean);
+    cost->n[bin] += cost->n[bin] < STEP_COST_MEAN;
+    *mean += (seconds - *mean) / cost->n[bin];
     cost->seen[bin] = cost->now;
 }
 
@@ -55,12 +56,17 @@ bool step_cost_fresh(const struct step_cost *cost, uint32_t rows, uint64_t age)
     return false;
 }
 
-/* Of more rows than were measured, by those that were: few hardly cost more than one, and of many three quarters of each one's
- * share. */
+/* What one more row is assumed to take, as a share of the cost of so many: few hardly cost more than one, and of many three
+ * quarters of each one's share. */
+static double share_of_row(double rows)
+{
+    return rows < MANY ? price_of_row / (1 + price_of_row * (rows - 1)) : 0.75 / rows;
+}
+
+/* Of more rows than were measured, by those that were. */
 static double beyond(double cost, double measured, double rows)
 {
-    double price = measured < MANY ? price_of_row / (1 + price_of_row * (measured - 1)) : 0.75 / measured;
-    return cost * (1 + price * (rows - measured));
+    return cost * (1 + share_of_row(measured) * (rows - measured));
 }
 
 static double guess(double rows)
@@ -87,4 +93,10 @@ double step_cost_of(const struct step_cost *cost, uint32_t rows)
         return cost->mean[above] * guess(rows) / guess(rows_of(above));
     double share = (rows - rows_of(below)) / (rows_of(above) - rows_of(below));
     return cost->mean[below] + share * (cost->mean[above] - cost->mean[below]);
+}
+
+double step_cost_of_row(const struct step_cost *cost, uint32_t rows)
+{
+    double now = step_cost_of(cost, rows), measured = step_cost_of(cost, rows + 1) - now, least = share_of_row(rows) / 2 * now;
+    return measured > least ? measured : least;
 }

@@ -333,6 +333,20 @@ static void costs_between_measured_ones_are_interpolated(void **state)
     assert_true(step_cost_of(&cost, 1) < 1.5); /* an interruption */
 }
 
+static void the_first_measurements_count_alike_and_a_row_is_never_free(void **state)
+{
+    static struct step_cost cost;
+
+    for (int i = 0; i < 4; i++)
+        step_cost_add(&cost, 16, i % 2 ? 110 : 90);
+    assert_float_equal(step_cost_of(&cost, 16), 100, 1e-9);
+    step_cost_add(&cost, 17, 80); /* that it was faster is chance */
+    assert_true(step_cost_of_row(&cost, 16) > 1);
+    for (int i = 0; i < 100; i++)
+        step_cost_add(&cost, 17, 120);
+    assert_float_equal(step_cost_of_row(&cost, 16), 20, 0.1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -348,6 +362,7 @@ int main(void)
         cmocka_unit_test(never_behind_the_limit_of_the_answer),
         cmocka_unit_test(a_slot_forgets_its_last_sequence),
         cmocka_unit_test(costs_between_measured_ones_are_interpolated),
+        cmocka_unit_test(the_first_measurements_count_alike_and_a_row_is_never_free),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
