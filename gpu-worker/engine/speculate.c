@@ -579,6 +579,8 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
 
     if (only_trials(spec, n))
         spec->spare -= spent - spec->charged;
+    if (spec->spare < -spec->most_spare) /* as after the first one ever, before anything is saved */
+        spec->spare = -spec->most_spare;
     spec->charged = 0;
     if (spent > 0)
         drop_poor_drafts(spec, n, spent);
