@@ -20,11 +20,14 @@ EXPECTED = [
     (r"attention_decode_kernel", ["load128"]),
     (r"attention_tile_kernel", ["mma", "ldmatrix"]),
 ]
+# What must not occur: decoding reads keys and values of every form 16 bytes at a time.
+FORBIDDEN = [(r"attention_decode_kernel", ["load64"])]
 INSTRUCTIONS = {
     "mma": r"\b(HMMA|IMMA|OMMA|QMMA)\b",
     "ldmatrix": r"\bLDSM\b",
     "cp.async": r"\bLDGSTS\b",
     "load128": r"\bLDG\.E\.(\w+\.)*128\b",
+    "load64": r"\bLDG\.E\.(\w+\.)*64\b",
     "store128": r"\bSTG\.E\.(\w+\.)*128\b",
     "dp4a": r"\bIDP\.4A\b",
 }
@@ -102,9 +105,12 @@ def gate(folder, sources, cuda_home, results):
     for (name, arch), variants in sorted(groups.items()):
         fewest = {what: min(v[2].get(what, 0) for v in variants) for what in INSTRUCTIONS}
         spilled = max(v[1] for v in variants)
+        most = {what: max(v[2].get(what, 0) for v in variants) for what in INSTRUCTIONS}
         missing = [what for pattern, whats in EXPECTED if re.fullmatch(pattern, name) for what in whats if counts and not fewest[what]]
+        wrong = [what for pattern, whats in FORBIDDEN if re.fullmatch(pattern, name) for what in whats if most[what]]
+        detail = f"(lacks {', '.join(missing)})" if missing else f"(has {', '.join(wrong)})" if wrong else ""
         row = f"{name:32}{arch:10}{len(variants):8}{max(v[0] for v in variants):10}{spilled:8}"
         row += "".join(f"{fewest[w] if counts else '-':>10}" for w in INSTRUCTIONS)
-        results.add(row, not spilled and not missing, f"(lacks {', '.join(missing)})" if missing else "")
+        results.add(row, not spilled and not missing and not wrong, detail)
     if not counts:
         print("skipped: counts of instructions (no cuobjdump or no nvdisasm)")

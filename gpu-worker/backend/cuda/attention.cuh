@@ -2,7 +2,8 @@
  *
  * Sequences with one row (decode): attention_decode_kernel, its keys cut into splits of split_keys, whose parts
  * attention_combine_kernel puts together. A token's key or value takes LANES neighbouring lanes with 8 values each; each such
- * lane group walks every (32 / LANES x warps)-th token with a softmax state of its own, all are merged at the end. Where every
+ * lane group walks every (32 / LANES x warps)-th token, or pair of tokens where values have 8 bits, with a softmax state of its
+ * own, all are merged at the end. Where every
  * sequence of a step decodes, the kernel also rotates q and k and appends the newest token: each block that attends to that token
  * computes its key and value itself, the one with the kv head's first query heads stores them.
  *
@@ -39,6 +40,30 @@ __device__ __forceinline__ void softmax_merge(struct softmax_state *a, float m, 
 #pragma unroll
     for (int i = 0; i < 8; i++)
         a->o[i] = a->o[i] * fa + o[i] * fb;
+}
+
+/* The keys or values that a lane of a lane group attends to, from one 16-byte load: the eight of a token or, of 8 bits, of a pair
+ * of tokens. Lanes of a pair then load 16 values of one token each and exchange what the other needs. All lanes of the warp call.
+ */
+template <int STORE>
+__device__ __forceinline__ uint4 load_tokens(const uint8_t *p, bool inside)
+{
+    uint4 raw = inside ? ld128(p) : make_uint4(0, 0, 0, 0);
+    if constexpr (STORE != STORE_BF16) {
+        bool odd = threadIdx.x % 2;
+        uint32_t x = __shfl_xor_sync(FULL_WARP, odd ? raw.x : raw.z, 1), y = __shfl_xor_sync(FULL_WARP, odd ? raw.y : raw.w, 1);
+        return odd ? make_uint4(x, y, raw.z, raw.w) : make_uint4(raw.x, raw.y, x, y);
+    }
+    return raw;
+}
+
+/* The scale of each token of a pair, of which lanes of a pair have loaded one each. */
+__device__ __forceinline__ void exchange_scale(float mine, float out[2])
+{
+    bool odd = threadIdx.x % 2;
+    float other = __shfl_xor_sync(FULL_WARP, mine, 1);
+    out[0] = odd ? other : mine;
+    out[1] = odd ? mine : other;
 }
 
 /* Adds a token to the states of all heads; the lanes of a token's group call together, all lanes of the warp do. */
@@ -90,7 +115,8 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP, G <= 2 ? 4 : 2)
     attention_decode_kernel(struct attention_args args, struct rope_args rope, struct kv_view kv, struct step_view step,
                             struct attention_parts parts)
 {
-    constexpr uint32_t LANES = D / 8, TOKENS = WARP / LANES, STRIDE = DECODE_WARPS * TOKENS;
+    constexpr uint32_t LANES = D / 8, TOKENS = WARP / LANES, EACH = kv_traits<STORE>::loaded / 8;
+    constexpr uint32_t STRIDE = DECODE_WARPS * TOKENS * EACH; /* EACH: tokens a lane group takes at a time */
     CU_SHARED(float[DECODE_WARPS][G][D], shared_o);
     CU_SHARED(float2[DECODE_WARPS][G], shared_ml);
     const struct attention_item item = step.decodes[blockIdx.z];
@@ -125,21 +151,29 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP, G <= 2 ? 4 : 2)
             state[g].o[i] = 0;
         }
     }
-    for (uint32_t t = first + warp * TOKENS; t < stored_end; t += STRIDE) {
-        bool valid = t + token < stored_end;
-        struct kv_place at = kv_find<STORE>(kv, table, kv_head, valid ? t + token : t);
-        float k[8] = {}, v[8] = {};
-        if (inside) {
-            unpack_eight<STORE>(load_packed<STORE>(kv.k + at.values + d * kv_traits<STORE>::bytes), k);
-            unpack_eight<STORE>(load_packed<STORE>(kv.v + at.values + d * kv_traits<STORE>::bytes), v);
-        }
+    uint32_t piece = d / kv_traits<STORE>::loaded * kv_traits<STORE>::loaded; /* the first value that the lane loads */
+    for (uint32_t t = first + warp * TOKENS * EACH; t < stored_end; t += STRIDE) {
+        uint32_t mine = t + token * EACH, loads = mine + lane % EACH;
+        struct kv_place at = kv_find<STORE>(kv, table, kv_head, loads < stored_end ? loads : t);
+        size_t place = at.values + piece * kv_traits<STORE>::bytes;
+        uint4 k_raw = load_tokens<STORE>(kv.k + place, piece < kv.head_dim);
+        uint4 v_raw = load_tokens<STORE>(kv.v + place, piece < kv.head_dim);
+        float k_scale[2] = {1, 1}, v_scale[2] = {1, 1};
         if constexpr (STORE == STORE_INT8) {
-            float v_scale = kv.v_scales[at.scale];
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                v[i] *= v_scale;
+            exchange_scale(kv.k_scales[at.scale], k_scale);
+            exchange_scale(kv.v_scales[at.scale], v_scale);
         }
-        attend_token<G, LANES>(q, k, v, load_scale_at<STORE>(kv.k_scales, at), heads, valid, state);
+#pragma unroll
+        for (uint32_t e = 0; e < EACH; e++) {
+            float k[8], v[8];
+            unpack_eight<STORE>(e ? make_uint4(k_raw.z, k_raw.w, 0, 0) : k_raw, k);
+            unpack_eight<STORE>(e ? make_uint4(v_raw.z, v_raw.w, 0, 0) : v_raw, v);
+            if constexpr (STORE == STORE_INT8)
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    v[i] *= v_scale[e];
+            attend_token<G, LANES>(q, k, v, k_scale[e], heads, mine + e < stored_end, state);
+        }
     }
     if (appends && warp == 0) {
         float k[8], v[8], k_scale;
@@ -242,8 +276,9 @@ template <int D, int STORE>
 __device__ __forceinline__ void load_keys(struct tile_shared<D> &shared, int stage, const struct kv_view &kv,
                                           const uint32_t *table, uint32_t kv_head, uint32_t first, uint32_t end)
 {
-    for (uint32_t i = threadIdx.x; i < shared.KEYS * D / 8; i += TILE_THREADS) {
-        uint32_t r = i / (D / 8), c = i % (D / 8) * 8;
+    constexpr uint32_t LOADED = kv_traits<STORE>::loaded;
+    for (uint32_t i = threadIdx.x; i < shared.KEYS * D / LOADED; i += TILE_THREADS) {
+        uint32_t r = i / (D / LOADED), c = i % (D / LOADED) * LOADED;
         bool ok = first + r < end && c < kv.head_dim;
         struct kv_place at = {0, 0};
         if (ok)
@@ -255,8 +290,11 @@ __device__ __forceinline__ void load_keys(struct tile_shared<D> &shared, int sta
             cp_async<16>(&shared.v[stage][r][c], v, ok);
         } else {
             uint4 none = make_uint4(0, 0, 0, 0);
-            st128(&shared.k[stage][r][c], bf16_eight<STORE>(ok ? load_packed<STORE>(k) : none));
-            st128(&shared.v[stage][r][c], bf16_eight<STORE>(ok ? load_packed<STORE>(v) : none));
+            uint4 k_raw = ok ? ld128(k) : none, v_raw = ok ? ld128(v) : none;
+            st128(&shared.k[stage][r][c], bf16_eight<STORE>(k_raw));
+            st128(&shared.k[stage][r][c + 8], bf16_eight<STORE>(make_uint4(k_raw.z, k_raw.w, 0, 0)));
+            st128(&shared.v[stage][r][c], bf16_eight<STORE>(v_raw));
+            st128(&shared.v[stage][r][c + 8], bf16_eight<STORE>(make_uint4(v_raw.z, v_raw.w, 0, 0)));
         }
         if (STORE == STORE_INT8 && c == 0) {
             shared.k_scale[stage][r] = ok ? kv.k_scales[at.scale] : 0.0f;

@@ -10,6 +10,7 @@
 template <int STORE>
 struct kv_traits {
     static constexpr uint32_t bytes = STORE == STORE_BF16 ? 2 : 1; /* of a value */
+    static constexpr uint32_t loaded = 16 / bytes;                 /* values of a 16-byte load */
 };
 
 /* Of the value at dimension 0. */
@@ -30,16 +31,7 @@ __device__ __forceinline__ struct kv_place kv_find(const struct kv_view &kv, con
     return kv_at<STORE>(kv, table[position >> kv.block_shift], position & (kv.block_size - 1), kv_head);
 }
 
-/* Eight values as they are stored, in the low words. */
-template <int STORE>
-__device__ __forceinline__ uint4 load_packed(const uint8_t *p)
-{
-    if constexpr (STORE == STORE_BF16)
-        return ld128(p);
-    uint2 raw = ld64(p);
-    return make_uint4(raw.x, raw.y, 0, 0);
-}
-
+/* Eight values as pack_eight leaves them, in the low words. */
 template <int STORE>
 __device__ __forceinline__ void store_packed(uint8_t *p, uint4 raw)
 {
@@ -101,14 +93,6 @@ __device__ __forceinline__ uint4 pack_head(const float v[8], float *scale)
         inverse = most > 0 ? 127.0f / most : 0.0f;
     }
     return pack_eight<STORE>(v, inverse);
-}
-
-template <int STORE>
-__device__ __forceinline__ float load_scale_at(const float *scales, struct kv_place place)
-{
-    if constexpr (STORE == STORE_INT8)
-        return scales[place.scale];
-    return 1.0f;
 }
 
 /* Values d.. of a head; lane d = 0 stores the scale. */

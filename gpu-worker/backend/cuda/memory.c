@@ -174,8 +174,8 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
 {
     if (kv->block_size < 16 || kv->block_size > 512 || (kv->block_size & (kv->block_size - 1)))
         return kvg_fail(err, KVG_INVALID, "block size %u is not a power of two from 16 to 512", kv->block_size);
-    if (kv->head_dim == 0 || kv->head_dim % 8 || kv->head_dim > 256)
-        return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 8 up to 256", kv->head_dim);
+    if (kv->head_dim == 0 || kv->head_dim % 16 || kv->head_dim > 256)
+        return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 16 up to 256", kv->head_dim);
     if (kv->dtype == KV_F16)
         return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype f16: the CUDA backend keeps KV as bf16, fp8 or int8");
     if (kv->windows)

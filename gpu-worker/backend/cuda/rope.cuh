@@ -10,31 +10,73 @@ struct rope_args {
     bool interleaved;
 };
 
+/* N floats, a multiple of four, from a 16-byte boundary on. */
+template <int N>
+__device__ __forceinline__ void load_floats(const float *from, float out[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        float4 four = ldf4(from + i); /* half sectors, the others by the next load */
+        out[i] = four.x, out[i + 1] = four.y, out[i + 2] = four.z, out[i + 3] = four.w;
+    }
+}
+
+/* Values d..d+7 of a head, zeros past its end; d and head_dim are multiples of 8. */
+__device__ __forceinline__ void load_eight(const float *head, uint32_t head_dim, uint32_t d, float out[8])
+{
+    if (d < head_dim)
+        load_floats<8>(head + d, out);
+    else
+        for (int i = 0; i < 8; i++)
+            out[i] = 0;
+}
+
+/* What becomes of `value`, the first or second of a pair. */
+__device__ __forceinline__ float rotate_one(float value, float other, bool first, float cosine, float sine)
+{
+    return first ? fmaf(value, cosine, -mul_rn(other, sine)) : fmaf(other, sine, mul_rn(value, cosine));
+}
+
 /* Values d..d+7 of a head, rotated; zeros past its end. */
 __device__ __forceinline__ void rotate_eight(const struct rope_args &args, const float *head, uint32_t head_dim, uint32_t d,
                                              const float *angles, float out[8])
 {
     uint32_t half = args.rotated / 2;
+    load_eight(head, head_dim, d, out);
+    if (d >= args.rotated || d >= head_dim)
+        return;
+    if (args.rotated % 16) { /* the eight may lie on both sides of the middle, or of the end */
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-        uint32_t c = d + i;
-        out[i] = c < head_dim ? head[c] : 0.0f;
-        if (c >= args.rotated || c >= head_dim)
-            continue;
-        bool first = args.interleaved ? c % 2 == 0 : c < half;
-        uint32_t pair = args.interleaved ? c / 2 : c % half;
-        float other = head[args.interleaved ? c ^ 1 : first ? c + half : c - half];
-        float cosine = angles[2 * pair], sine = angles[2 * pair + 1];
-        out[i] = first ? fmaf(out[i], cosine, -mul_rn(other, sine)) : fmaf(other, sine, mul_rn(out[i], cosine));
+        for (uint32_t i = 0; i < 8; i++) {
+            uint32_t c = d + i, pair = args.interleaved ? c / 2 : c % half;
+            bool first = args.interleaved ? c % 2 == 0 : c < half;
+            if (c < args.rotated)
+                out[i] = rotate_one(out[i],
+                                    head[args.interleaved ? c ^ 1
+                                         : first          ? c + half
+                                                          : c - half],
+                                    first, angles[2 * pair], angles[2 * pair + 1]);
+        }
+        return;
     }
-}
-
-/* Values d..d+7 of a head, unless they lie past its end. */
-__device__ __forceinline__ void load_eight(const float *head, uint32_t head_dim, uint32_t d, float out[8])
-{
+    if (args.interleaved) {
+        float turn[8];
+        load_floats<8>(angles + d, turn);
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++)
-        out[i] = d < head_dim ? head[d + i] : 0.0f;
+        for (int i = 0; i < 8; i += 2) {
+            float x = out[i], y = out[i + 1];
+            out[i] = rotate_one(x, y, true, turn[i], turn[i + 1]);
+            out[i + 1] = rotate_one(y, x, false, turn[i], turn[i + 1]);
+        }
+        return;
+    }
+    bool first = d < half;
+    float turn[16], others[8];
+    load_floats<16>(angles + 2 * (first ? d : d - half), turn);
+    load_floats<8>(head + (first ? d + half : d - half), others);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        out[i] = rotate_one(out[i], others[i], first, turn[2 * i], turn[2 * i + 1]);
 }
 
 /* Rotates q and k in place, a thread a pair, then appends k and v to the row's block, a warp a head. One block a row. */

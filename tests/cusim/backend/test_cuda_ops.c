@@ -392,7 +392,9 @@ static void test_attention_over_blocks(void **unused)
         {7, 1, 80, 80, 16, ROPE_HALVES, false, KV_AUTO},       {2, 1, 128, 128, 16, ROPE_HALVES, false, KV_FP8},
         {4, 1, 256, 64, 16, ROPE_HALVES, false, KV_BF16},      {10, 1, 16, 16, 16, ROPE_HALVES, false, KV_INT8},
         {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true, KV_INT8},  {6, 2, 64, 64, 16, ROPE_HALVES, true, KV_FP8},
-        {2, 1, 128, 128, 32, ROPE_INTERLEAVED, true, KV_BF16}, {1, 1, 256, 64, 16, ROPE_HALVES, false, KV_INT8}};
+        {2, 1, 128, 128, 32, ROPE_INTERLEAVED, true, KV_BF16}, {1, 1, 256, 64, 16, ROPE_HALVES, false, KV_INT8},
+        {2, 1, 112, 72, 16, ROPE_HALVES, false, KV_INT8},      {3, 1, 48, 20, 16, ROPE_INTERLEAVED, false, KV_FP8},
+        {2, 1, 48, 24, 16, ROPE_HALVES, true, KV_INT8}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_attention(&cases[i]);
 }
