@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -107,3 +108,11 @@ def test_stop_ends_all_it_started_and_nothing_else(demo, tmp_path):
         assert demo.stack("stop").returncode == 0 and not alive(pids["w2"])
         innocent.kill()
     assert demo.pids() == {} and demo.stack("status").returncode == 1
+
+
+def test_a_test_that_fails_leaves_no_server():
+    failing = "import sys; sys.path[:0] = sys.argv[1:]; from stack import Redis; print(Redis().start().pid, flush=True); raise SystemExit(7)"
+    done = subprocess.run([sys.executable, "-c", failing, os.path.join(ROOT, "tests"), os.path.join(ROOT, "tests/tools")],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    assert not alive(int(done.stdout))

@@ -3,6 +3,7 @@
     with Redis() as redis, Worker(redis=redis) as worker:
         requests.get(worker.url + "/health")
 """
+import atexit
 import glob
 import importlib.util
 import os
@@ -64,8 +65,18 @@ def wait_until(condition, timeout=10.0, what="condition", interval=0.02):
         time.sleep(interval)
 
 
+_started = set()
+
+
+@atexit.register
+def _end_what_is_left():
+    """Servers whose test failed before it could close them."""
+    for process in list(_started):
+        process.kill()
+
+
 class Process:
-    """A server of ours: temp folder, log file, pid. Subclasses give `command` and `answers`."""
+    """A server of ours: temp folder, log file, pid. Subclasses give `command` and `answers`. None outlives the test program."""
 
     name = "process"
 
@@ -85,6 +96,7 @@ class Process:
         assert self.process is None, f"{self.name} already runs"
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(self.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        _started.add(self)
         patience = Patience(timeout)
         while not self.answers():
             code = self.process.poll()
@@ -139,6 +151,7 @@ class Process:
 
     def close(self):
         self.stop()
+        _started.discard(self)
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def __enter__(self):
