@@ -11,7 +11,7 @@ import openai
 import pytest
 import requests
 
-from stack import Redis, Worker, wait_until
+from stack import SMOLLM2, Redis, Worker, wait_until
 
 BLOCK = 32
 STORY = "Once upon a time, in a village by the sea, there lived a"
@@ -529,6 +529,23 @@ def test_flags_are_checked(build, models):
                   ["--model", model, "--speculative-config", '{"method": "ngram", "model": "/nonexistent"}']):
         done = run_flags(program, *flags)
         assert done.returncode not in (0, 2) and "error" in done.stderr.splitlines()[-1], (flags, done)
+
+
+def test_a_start_names_what_is_wrong_with_the_tokenizer_before_the_weights(build, tmp_path):
+    """They are read at the same time."""
+    with open(SMOLLM2, "rb") as f:
+        good = f.read()
+    pre, family = (b"tokenizer.ggml.pre", b"smollm", b"smallm"), (b"general.architecture", b"llama", b"lxama")
+    for changes, said in (([pre], "this pre-tokenizer is not known"), ([family], "lxama"), ([pre, family], "this pre-tokenizer is not known")):
+        bad = bytearray(good)
+        for key, old, new in changes:
+            at = bad.index(old, bad.index(key) + len(key))
+            bad[at:at + len(old)] = new
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(bad)
+        done = run_flags(os.path.join(build, "kvgate-worker"), "--model", path)
+        assert done.returncode == 1 and "cannot start: " in done.stderr.splitlines()[-1] and said in done.stderr.splitlines()[-1], done.stderr
+    path.unlink()
 
 
 def test_speculation_changes_no_answer_and_is_counted():
