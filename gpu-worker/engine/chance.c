@@ -6,15 +6,16 @@ enum {
 };
 static const double surest[SURE_LEVELS] = {0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 2}; /* upper bounds */
 static const double window = 50, window_context = 200, window_model = 1000;                     /* drafts that count */
-static const double model_at_first = 0.7;                     /* enough to try it where one sequence decodes alone */
-static const double weight_of_all = 2.5, weight_of_model = 3; /* own drafts that what is known of all counts as */
+static const double model_at_first = 0.7, drafts_at_first = 12; /* enough to try it where one sequence decodes alone */
+static const double weight_of_all = 2.5, weight_of_model = 10;  /* own drafts that what is known of all counts as */
 
 void chance_init(struct chance_all *all)
 {
     for (int i = 0; i < CHANCE_LEVELS; i++) {
         double sure = i >= SURE && surest[i - SURE] < 1 ? surest[i - SURE] : 1;
-        all->rates[i] = (struct chance_rate){4, i <= BESIDE ? 2 : i == BY_MODEL ? 4 * model_at_first : 4 * sure - 0.1};
+        all->rates[i] = (struct chance_rate){4, i <= BESIDE ? 2 : 4 * sure - 0.1};
     }
+    all->rates[BY_MODEL] = (struct chance_rate){drafts_at_first, drafts_at_first * model_at_first};
 }
 
 uint32_t chance_level(double sure)

@@ -28,8 +28,9 @@ static const double most_beyond = 0.1;                   /* share of recent toke
 static const double window = 50;                         /* verifications that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
 static const double least_gain = 1.04, worth_catching_up = 1.1;
-static const double most_spare = 1;     /* steps: a burst of probes would be felt */
-static const double for_probes = 0.005; /* share of all time that drafts may take that do not seem to pay */
+static const double most_spare = 1;              /* steps: a burst of probes would be felt */
+static const double at_first = 30, fades = 0.02; /* steps left for probes before anything is known; what is not used, fades */
+static const double for_probes = 0.005;          /* share of all time that drafts may take that do not seem to pay */
 
 /* What is known of the sequence in a slot. */
 struct speculator {
@@ -76,7 +77,8 @@ struct speculate {
     struct step_cost model_cost;         /* of the drafter's rounds, by rows */
     double model_gain;                   /* by drafts of the model in this step's batch; see gain_by_model */
     double spare, most_spare;            /* seconds that are left for probes; what they go up to */
-    double charged;                      /* of it, in this step, for what the drafter will take */
+    double charged, charged_rows;        /* of it, in this step, for what the drafter will take; for rows of probes */
+    uint32_t n_probes;                   /* in this step */
     uint32_t last_prefill, last_waiting; /* prompt rows of the last step; sequences that waited before it */
     uint32_t n_decodes, base;            /* of the step to come: decode rows; all rows without drafts */
     double plain_tokens;                 /* of it without drafts: the tokens that its time is worth; see value_of_plain */
@@ -302,7 +304,8 @@ static void look_at_batch(struct speculate *spec, struct sequence *const *runnin
 {
     uint32_t coming = count_coming(spec, n_running, n_waiting), pending = coming * USUAL_PROMPT;
 
-    spec->n_decodes = 0;
+    spec->n_decodes = spec->n_probes = 0;
+    spec->charged_rows = 0;
     for (uint32_t i = 0; i < n_running; i++) {
         uint32_t rows = sequence_pending(running[i]);
         running[i]->n_drafts = 0;
@@ -411,6 +414,8 @@ static void add_probes(struct speculate *spec, uint32_t n)
         double round = c->by_model ? round_cost(spec, c->seq->n_ids - c->slot->n_drafted_kv) : 0, price = row + round;
         if (c->n == 0 && ++c->slot->idle >= c->slot->probe_wait && affords(spec, price)) {
             spec->spare -= price;
+            spec->charged_rows += row;
+            spec->n_probes++;
             spec->charged += round;
             c->n = 1;
             c->probe = true;
@@ -579,8 +584,6 @@ static void write_drafts(struct speculate *spec, uint32_t n, uint32_t n_running)
 
     if (only_trials(spec, n))
         spec->spare -= spent - spec->charged;
-    if (spec->spare < -spec->most_spare) /* as after the first one ever, before anything is saved */
-        spec->spare = -spec->most_spare;
     spec->charged = 0;
     if (spent > 0)
         drop_poor_drafts(spec, n, spent);
@@ -660,12 +663,23 @@ void speculate_verified(struct speculate *spec, const struct sequence *seq, uint
         m->spec_accepted_at[i]++;
 }
 
+/* A step whose drafts are all probes tells what they took: the price was an estimate. One step's time is chance, too, so the
+ * correction is at most the price. */
+static void settle_probes(struct speculate *spec, const struct step_plan *plan, double seconds)
+{
+    double paid = spec->charged_rows, more = seconds - step_cost_of(spec->cost, spec->base) - paid;
+
+    if (plan->n_drafts && plan->n_drafts == spec->n_probes && plan->n_rows == spec->base + plan->n_drafts)
+        spec->spare -= more < -paid ? -paid : more < paid ? more : paid;
+}
+
 void speculate_timed(struct speculate *spec, const struct step_plan *plan, double seconds)
 {
+    settle_probes(spec, plan, seconds);
     spec->last_prefill = plan->n_rows - plan->n_decodes - plan->n_drafts;
-    spec->spare += for_probes * seconds;
+    spec->spare += for_probes * seconds + (spec->most_spare > 0 ? 0 : at_first * seconds);
     spec->most_spare = most_spare * seconds;
     if (spec->spare > spec->most_spare)
-        spec->spare = spec->most_spare;
+        spec->spare += fades * (spec->most_spare - spec->spare);
     step_cost_add(&spec->costs[spec->last_prefill > 0], plan->n_rows, seconds);
 }
