@@ -14,6 +14,7 @@
 #include "gpu-worker/kv/publish.h"
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/model.h"
+#include "gpu-worker/model/ranks.h"
 #include "gpu-worker/options.h"
 #include "gpu-worker/plan.h"
 #include "gpu-worker/server/server.h"
@@ -25,6 +26,7 @@ enum { SEGMENT_MEMORY = 64 << 20, WARM_POLL_MS = 5, DRAIN_POLL_MS = 50, DRAIN_QU
 
 struct worker {
     struct options options;
+    struct ranks *ranks; /* with --tensor-parallel-size */
     struct kvg_prompt_model *prompt_model;
     struct model *model;
     struct kvg_prompt_model *draft_prompt_model; /* with --speculative-model FILE */
@@ -207,19 +209,29 @@ static int load_both(struct worker *worker, const struct model_options *model_op
     return failed;
 }
 
+/* The same on every rank. */
+static struct model_options target_options(const struct worker *worker)
+{
+    const struct options *options = &worker->options;
+    struct engine_options engine = engine_options(worker);
+    struct model_options model = options_of_model(options, options->model);
+    model.max_outputs = engine_max_outputs(&engine, options->max_num_seqs);
+    model.comm = ranks_comm(worker->ranks);
+    if (!model.threads)
+        model.threads = ranks_threads(worker->ranks);
+    return model;
+}
+
 static int load_model(struct worker *worker, struct kvg_error *err)
 {
     const struct options *options = &worker->options;
     int64_t started = monotonic_ms();
     struct progress progress = {started, options->model};
-    struct engine_options engine;
-    struct model_options model_options = options_of_model(options, options->model);
-    model_options.progress = on_progress;
-    model_options.context = &progress;
     if (load_draft_model(worker, err) < 0)
         return -1;
-    engine = engine_options(worker);
-    model_options.max_outputs = engine_max_outputs(&engine, options->max_num_seqs);
+    struct model_options model_options = target_options(worker);
+    model_options.progress = on_progress;
+    model_options.context = &progress;
     log_info("loading %s", options->model);
     if (load_both(worker, &model_options, err) < 0)
         return -1;
@@ -388,6 +400,23 @@ static void stop(struct worker *worker)
         model_close(worker->draft_model);
     if (worker->draft_prompt_model)
         kvg_prompt_model_close(worker->draft_prompt_model);
+    ranks_end(worker->ranks, worker->model != NULL);
+}
+
+/* A rank other than 0: rank 0 says why it cannot start. */
+static int follow(struct worker *worker)
+{
+    struct model_options options = target_options(worker);
+    struct kvg_error err = {0};
+
+    if (level_of(worker->options.log_level) != LOG_DEBUG)
+        log_set_level(LOG_ERROR); /* the rest rank 0 says, too */
+    if (model_open(&worker->model, &options, &err) < 0)
+        return EXIT_START;
+    if (model_follow(worker->model, &err) < 0)
+        log_fatal("%s", err.message);
+    model_close(worker->model);
+    return 0;
 }
 
 int main(int argc, char **argv)
@@ -417,6 +446,12 @@ int main(int argc, char **argv)
         return EXIT_START;
     }
     prepare_process(&ending);
+    if (ranks_start(&worker.ranks, worker.options.tensor_parallel_size, &err) < 0) {
+        log_error("cannot start: %s", err.message);
+        return EXIT_START;
+    }
+    if (!ranks_lead(worker.ranks))
+        return follow(&worker);
     if (load_model(&worker, &err) < 0 || start_publisher(&worker, &err) < 0 || start_engine(&worker, &err) < 0 ||
         start_server(&worker, &err) < 0 || (signal_number = warm_up(&worker, &ending, &err)) < 0) {
         log_error("cannot start: %s", err.message);

@@ -109,6 +109,7 @@ static void render_load(struct page *page, struct engine_metrics *m)
 {
     uint32_t total = m->blocks_total;
 
+    gauge(page, "tensor_parallel_size", "Ranks (processes) that compute each layer together.", m->tensor_parallel_size);
     gauge(page, "num_requests_running", "Sequences that hold KV blocks and take part in steps.", m->running);
     gauge(page, "num_requests_waiting", "Sequences that wait for admission.", m->waiting);
     gauge(page, "kv_cache_usage_perc", "Share of KV blocks that requests hold now (1 = all).",

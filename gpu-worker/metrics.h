@@ -31,6 +31,7 @@ enum step_part {
 
 /* Everything the engine counts; read by the server's /metrics. Times in seconds. */
 struct engine_metrics {
+    _Atomic uint32_t tensor_parallel_size; /* ranks that compute the model together */
     _Atomic uint32_t running, waiting;
     _Atomic uint32_t blocks_total, blocks_used, blocks_cached; /* used: not free and not evictable */
     _Atomic uint32_t blocks_warm;                              /* in the prefix cache and evicted last */

@@ -86,7 +86,14 @@ static const struct flag flags[] = {
     {"deterministic", ON, AT(deterministic), NULL,
      "on CUDA: a request's answer is the same bits in any batch (on the CPU it always is), at the price of slower kernels"},
     {"enforce-eager", ON, AT(enforce_eager), NULL, "on CUDA: launch each kernel by itself, without CUDA graphs"},
-    {"threads", COUNT, AT(threads), "N", "compute threads on the CPU; default: all cores", 1, 1024},
+    {"tensor-parallel-size", COUNT, AT(tensor_parallel_size), "N",
+     "compute each layer on N ranks together, a process each: parts of the machine's cores on the CPU; heads and kv heads must "
+     "be "
+     "divisible by N, "
+     "or N by the kv heads; default 1",
+     1, 64},
+    {"threads", COUNT, AT(threads), "N", "compute threads on the CPU, of each rank; default: all cores, divided among the ranks",
+     1, 1024},
     {"cpu-isa", CHOICE, AT(cpu_isa), "auto|generic|avx2|avx512|amx", "instruction set of the CPU kernels; default auto"},
     {"cpu-arithmetic", CHOICE, AT(cpu_arithmetic), "auto|int8|int16",
      "what activations are rounded to before products with quantized weights; default auto: int16 where that is fast"},
@@ -477,6 +484,7 @@ int options_parse(struct options *options, int argc, char **argv, struct kvg_err
         .api_key = getenv("KVGATE_API_KEY"),
         .block_size = 32,
         .max_num_seqs = 64,
+        .tensor_parallel_size = 1,
         .max_num_batched_tokens = 2048,
         .max_waiting = 1024,
         .scheduling_policy = "fcfs",

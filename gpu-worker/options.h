@@ -29,7 +29,8 @@ struct options {
     uint32_t num_speculative_tokens;
     uint32_t prompt_lookup_max, prompt_lookup_min; /* of --speculative-config; both or none are 0 */
     const char *device, *cpu_isa, *cpu_arithmetic, *kv_cache_dtype;
-    uint32_t threads; /* 0 = all cores */
+    uint32_t threads;              /* 0 = all cores */
+    uint32_t tensor_parallel_size; /* ranks; 1 = this process alone */
     const char *redis, *redis_prefix, *worker_id;
     const char *log_level;
     bool help, version;

@@ -201,6 +201,17 @@ void plan_print(FILE *out, bool json, const char *path, const struct capacity *m
 
 /* ---- --plan ------------------------------------------------------------------------------------------------------------ */
 
+/* A worker on n of them. */
+static void multiply(struct plan_machine *machine, uint32_t n)
+{
+    char name[sizeof machine->name];
+    snprintf(name, sizeof name, "%u x %.40s", n, machine->name);
+    memcpy(machine->name, name, sizeof name);
+    machine->bytes_per_s *= n;
+    machine->ops_per_s *= n;
+    machine->memory *= n;
+}
+
 /* The machine that the flags name, or this CPU; a rate that is given replaces the machine's. */
 static int choose_machine(const struct options *options, const struct capacity *model, struct plan_machine *out,
                           struct kvg_error *err)
@@ -232,6 +243,8 @@ static int choose_machine(const struct options *options, const struct capacity *
         out->memory = options->plan_memory;
     if (options->gpu_memory_utilization > 0)
         out->memory_share = options->gpu_memory_utilization;
+    if (out->cuda && options->tensor_parallel_size > 1)
+        multiply(out, options->tensor_parallel_size);
     return 0;
 }
 
@@ -250,7 +263,9 @@ int plan_run(const struct options *options, struct kvg_error *err)
     uint64_t block_bytes;
     int failed;
 
-    if ((failed = capacity_read(&model, options->model, err)) || (failed = choose_machine(options, &model, &machine, err)) ||
+    if ((failed = capacity_read(&model, options->model, err)) ||
+        (failed = capacity_divide(&model, options->tensor_parallel_size, err)) ||
+        (failed = choose_machine(options, &model, &machine, err)) ||
         (failed = capacity_kv_block_bytes(&model, machine.cuda ? "cuda" : "cpu", options->cpu_isa, options->kv_cache_dtype,
                                           load.block_size, &block_bytes, err)) ||
         (failed = plan_compute(&model, &machine, &load, block_bytes, &plan, err)))

@@ -13,6 +13,9 @@
  * B is at most what the KV blocks hold ((in + out) tokens each, nothing shared) and --max-num-seqs. t(B) / B falls with B, so
  * workers = ceil(qps / q(most B)). At that number each worker has r = qps / workers requests/s, and by Little's law as many at
  * once as satisfy  B = r out t(B) / (1 - r p). The roofline is a bound: `share` is how much of it the fleet is to use.
+ *
+ * A worker of several ranks on GPUs has as many times a GPU's M, F and memory; what ranks send each other, and that each holds
+ * the embedding whole, is not counted.
  */
 #pragma once
 #include <stdbool.h>

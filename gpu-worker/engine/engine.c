@@ -402,6 +402,7 @@ int engine_open(struct engine **out, const struct engine_options *options, struc
         return kvg_fail(err, KVG_NOMEM, "no memory for the engine");
     engine->step.model = model;
     engine->step.publisher = publisher;
+    engine->metrics.tensor_parallel_size = model_info(model)->ranks;
     if ((rc = choose_sizes(engine, options, model_info(model), err)) < 0)
         goto fail;
     fill_world(engine, prompt_model, model_info(model));

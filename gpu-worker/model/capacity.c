@@ -8,6 +8,7 @@
 #include "gpu-worker/backend/backend.h"
 #include "gpu-worker/backend/cpu/thread_pool.h"
 #include "gpu-worker/model/loader.h"
+#include "gpu-worker/model/share.h"
 
 enum { ROUNDS = 4, PROBE_ROWS = 512, PROBE_COLS = 1024, PROBE_WIDTH = 4096, MOST_THREADS = 256, TYPES = 256 };
 enum { PIECES = 512 };
@@ -127,6 +128,16 @@ int capacity_read(struct capacity *out, const char *path, struct kvg_error *err)
     loader_free(&loader);
     safetensors_close(folder);
     kvg_gguf_close(gguf);
+    return failed;
+}
+
+int capacity_divide(struct capacity *model, uint32_t ranks, struct kvg_error *err)
+{
+    struct shape shape = {.n_heads = model->n_heads, .n_kv_heads = model->n_kv_heads, .ffn = UINT16_MAX};
+    struct share share;
+    int failed = share_of(&share, &shape, 1, model->n_vocab, 0, ranks, err);
+    if (!failed)
+        model->n_kv_heads = share.n_kv_heads * ranks;
     return failed;
 }
 

@@ -17,6 +17,10 @@ struct capacity {
 /* No weight is read. Faults of the file as model_open reports them. */
 int capacity_read(struct capacity *out, const char *path, struct kvg_error *err);
 
+/* As the ranks of a tensor-parallel group hold it together: kv heads count as often as they are held. KVG_INVALID as
+ * model_open's, where heads cannot be divided so. */
+int capacity_divide(struct capacity *model, uint32_t ranks, struct kvg_error *err);
+
 /* Bytes of a KV block of all layers. device "cpu": as that backend lays it out (kv_cache_dtype as in model_options; isa may be
  * NULL); "cuda": likewise, without that backend being there. KVG_UNSUPPORTED: the backend has no KV of that type. */
 int capacity_kv_block_bytes(const struct capacity *model, const char *device, const char *isa, const char *kv_cache_dtype,
