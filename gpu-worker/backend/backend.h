@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/backend/sampling.h"
+#include "gpu-worker/quant/grouped.h"
 #include "gpu-worker/quant/quant.h"
 #include "libprompt/error.h"
 
@@ -46,6 +47,7 @@ struct backend_weight {
     const void *source; /* the file's bytes that data was made from: which matrix it is; NULL: data lies in the file */
     const uint32_t
         *order; /* [cols]: column i of data meets column order[i] of a product's input; NULL: i. Backends that gather */
+    const struct quant_grouped *grouped; /* in place of format and data (MATMUL; backends that take grouped matrices) */
 };
 enum backend_weight_use { WEIGHT_MATMUL, WEIGHT_EMBEDDING, WEIGHT_VECTOR };
 
@@ -146,7 +148,9 @@ struct backend_ops {
      * groups runs in f32 in the order of the row, so |error| <= sum_g (d_g / 2) sum|w_g| + f32 rounding.
      * int16 (4-bit codes): x is rounded to a multiple of a = max|x| / 32512, w to one of d = max|w| over the row's groups and
      * codes / 32600 through its scales, the sum is exact and rounded once to a multiple of 2^16 a d, so |error| <= (a / 2) sum|w|
-     * + 8 d sum|x| + 4 a d cols + 2^15 a d + f32 rounding of the result. Float weights: f32 FMA in the order of the row. */
+     * + 8 d sum|x| + 4 a d cols + 2^15 a d + f32 rounding of the result.
+     * Grouped matrices: quant/grouped.h. Float weights: f32 FMA in the order of the row; BF16 on AMX: x is rounded to BF16,
+     * |error| <= 2^-8 sum|w x|. */
     void (*matmul)(struct backend *backend, uint32_t n, const struct tensor *x, const struct backend_matmul *args);
     /* The bits of rmsnorm, matmul and silu_mul one after the other, without what they would keep in between; x' = rmsnorm(x).
      * NULL where a device has no such thing. */
@@ -194,6 +198,7 @@ struct backend {
     const struct backend_ops *ops;
     enum backend_kv_dtype kv_auto; /* set when it is opened */
     bool gathers;                  /* weights may have an order; set when it is opened */
+    bool grouped;                  /* weights may be grouped matrices; set when it is opened */
 };
 
 /* "auto", "f16" or "float16", "bf16" or "bfloat16", "int8", "fp8" or "fp8_e4m3"; NULL = auto. KVG_INVALID names an unknown one.

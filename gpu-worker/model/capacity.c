@@ -65,27 +65,68 @@ static uint64_t format_bytes(const struct quant_format *format, uint64_t values)
     return (values * format->block_bytes + format->block_values - 1) / format->block_values;
 }
 
+/* A matrix [rows, cols] that the folder keeps as it keeps `name`, on the CPU, which takes grouped matrices. */
+static int folder_bytes(const struct loader *loader, const char *name, uint64_t rows, uint32_t cols, uint64_t *out,
+                        struct kvg_error *err)
+{
+    struct quant_grouped form;
+    const struct quant_format *format;
+    bool quantized = quantized_has(&loader->quantization, loader->folder, name);
+    int failed = folder_format(loader, name, &format, err);
+    if (!failed)
+        *out = quantized && quantized_grouped(&loader->quantization, cols, &form)
+                   ? grouped_bytes(form.kind, cols, form.group, form.zeros, rows * cols)
+                   : format_bytes(format, rows * cols);
+    return failed;
+}
+
+/* All matrices of the layers, which are kept as the first layer's. */
+static int layers_bytes(struct capacity *out, const struct loader *loader, const struct shape *shape, struct kvg_error *err)
+{
+    uint32_t q = shape->n_heads * shape->head_dim, kv = shape->n_kv_heads * shape->head_dim;
+    const struct {
+        const char *name;
+        uint64_t rows;
+        uint32_t cols;
+    } parts[] = {
+        {"self_attn.q_proj", (uint64_t)q + 2 * (uint64_t)kv, shape->hidden},
+        {"self_attn.o_proj", shape->hidden, q},
+        {"mlp.up_proj", 2 * (uint64_t)shape->ffn, shape->hidden},
+        {"mlp.down_proj", shape->hidden, shape->ffn},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        char name[96];
+        uint64_t bytes;
+        snprintf(name, sizeof name, "model.layers.0.%s.weight", parts[i].name);
+        int failed = folder_bytes(loader, name, parts[i].rows, parts[i].cols, &bytes, err);
+        if (failed)
+            return failed;
+        out->layer_bytes += shape->n_layers * bytes;
+        out->layer_weights += shape->n_layers * parts[i].rows * parts[i].cols;
+    }
+    return 0;
+}
+
 /* Numbers by the shape, bytes as in the worker's memory: a quantized matrix is not there as the folder packs it. */
 static int read_folder(struct capacity *out, const struct loader *loader, const struct shape *shape, struct kvg_error *err)
 {
-    static const char embedding[] = "model.embed_tokens.weight";
+    static const char embedding[] = "model.embed_tokens.weight", down[] = "model.layers.0.mlp.down_proj.weight";
     const struct safetensors_tensor *table = safetensors_find(loader->folder, embedding);
-    const struct quant_format *layers, *ends;
+    const struct quant_format *layers;
     bool own = loader_has_output(loader);
-    uint64_t heads = 2 * (uint64_t)shape->n_heads + 2 * (uint64_t)shape->n_kv_heads;
     int failed;
     if (!table || table->n_dims != 2 || table->shape[0] > UINT32_MAX || table->shape[1] != shape->hidden)
         return kvg_fail(err, KVG_FILE, "tensor %s is missing or no matrix of %u columns", embedding, shape->hidden);
-    if ((failed = folder_format(loader, "model.layers.0.mlp.down_proj.weight", &layers, err)) ||
-        (failed = folder_format(loader, own ? "lm_head.weight" : embedding, &ends, err)))
+    if ((failed = folder_format(loader, down, &layers, err)) || (failed = layers_bytes(out, loader, shape, err)) ||
+        (failed =
+             folder_bytes(loader, own ? "lm_head.weight" : embedding, table->shape[0], shape->hidden, &out->output_bytes, err)))
         return failed;
     out->n_vocab = (uint32_t)table->shape[0];
     out->output_weights = table->shape[0] * table->shape[1];
-    out->output_bytes = format_bytes(ends, out->output_weights);
-    out->layer_weights = shape->n_layers * (heads * shape->head_dim + 3 * (uint64_t)shape->ffn) * shape->hidden;
-    out->layer_bytes = format_bytes(layers, out->layer_weights);
     out->weight_bytes = out->layer_bytes + table->n_bytes + (own ? out->output_bytes : 0);
     out->ggml_type = layers->ggml_type;
+    out->grouped = quantized_has(&loader->quantization, loader->folder, down) &&
+                   quantized_grouped(&loader->quantization, shape->ffn, &out->form);
     return 0;
 }
 
@@ -217,19 +258,36 @@ static double measure_reading(uint32_t threads)
     return best;
 }
 
+static void read_nothing(const void *context, uint32_t first, uint32_t n, const struct grouped_rows *out)
+{
+    const struct quant_grouped *form = context;
+    size_t groups = form->cols / form->group;
+    memset(out->q, 0, (size_t)n * form->cols);
+    memset(out->scale, 0, n * groups * sizeof *out->scale);
+    memset(out->zero, 0, n * groups);
+}
+
 /* A large product in the model's own format. Codes are arbitrary bits: no product takes longer for its values. */
-static int measure_products(struct backend *backend, const struct quant_format *format, double *ops, struct kvg_error *err)
+static int measure_products(struct backend *backend, const struct capacity *model, double *ops, struct kvg_error *err)
 {
     struct tensor *weight = NULL, *x = NULL, *out = NULL;
-    size_t bytes = quant_row_bytes(format, PROBE_COLS) * PROBE_WIDTH;
+    const struct quant_format *format = quant_find(model->ggml_type);
+    size_t bytes = model->grouped ? 1 : quant_row_bytes(format, PROBE_COLS) * PROBE_WIDTH;
     uint8_t *data = calloc(1, bytes);
-    struct backend_weight source = {format, data, PROBE_WIDTH, PROBE_COLS};
+    struct quant_grouped form = model->form;
+    struct backend_weight source = {
+        .format = format, .data = data, .rows = PROBE_WIDTH, .cols = PROBE_COLS, .grouped = model->grouped ? &form : NULL};
     uint32_t ids[PROBE_ROWS] = {0}, block = 0;
     struct backend_kv kv = {1, 1, 1, 16, 1, PROBE_ROWS, KV_AUTO}; /* a step has a KV pool; this one writes nothing there */
     struct backend_seq seq = {.n_rows = PROBE_ROWS, .blocks = &block};
     struct backend_step step = {.n_rows = PROBE_ROWS, .n_seqs = 1, .ids = ids, .seqs = &seq};
     int failed;
 
+    form.rows = PROBE_WIDTH;
+    form.cols = PROBE_COLS;
+    form.group = form.kind == GROUPED_W8A8 ? PROBE_COLS : form.group;
+    form.context = &form;
+    form.read = read_nothing;
     if (!data)
         return kvg_fail(err, KVG_NOMEM, "no memory for a matrix of %zu bytes", bytes);
     if ((failed = backend->ops->kv_alloc(backend, &kv, err)) ||
@@ -260,7 +318,7 @@ int capacity_measure_cpu(const struct capacity *model, uint32_t threads, const c
     const struct quant_format *format = quant_find(model->ggml_type);
     struct backend *backend;
 
-    if (!format)
+    if (!format && !model->grouped)
         return kvg_fail(err, KVG_UNSUPPORTED, "type id %u is not supported", model->ggml_type);
     if (threads == 0)
         threads = cores > 0 ? (uint32_t)cores : 1;
@@ -272,7 +330,7 @@ int capacity_measure_cpu(const struct capacity *model, uint32_t threads, const c
     int failed = cpu_backend_open(&backend, &options, err);
     if (failed)
         return failed;
-    failed = measure_products(backend, format, &out->ops_per_s, err);
+    failed = measure_products(backend, model, &out->ops_per_s, err);
     backend->ops->close(backend);
     return failed;
 }

@@ -2,7 +2,9 @@
  * the two halves of a roofline (Williams et al., 2009).
  */
 #pragma once
+#include <stdbool.h>
 #include <stdint.h>
+#include "gpu-worker/quant/grouped.h"
 #include "libprompt/error.h"
 
 struct capacity {
@@ -12,6 +14,8 @@ struct capacity {
     uint64_t layer_bytes, output_bytes;     /* of the matrices that every step reads: those in layers, and the output matrix */
     uint64_t layer_weights, output_weights; /* numbers in them */
     uint32_t ggml_type;                     /* in which most bytes of the layers' matrices are kept */
+    bool grouped;                           /* they are grouped matrices, of this kind, instead */
+    struct quant_grouped form;
 };
 
 /* No weight is read. Faults of the file as model_open reports them. */

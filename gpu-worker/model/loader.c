@@ -474,14 +474,24 @@ static int name_fault(int failed, const char *name, const struct loader_part *pa
 static int load_quantized(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
                           const struct loader_part *part, struct quantized_matrix *matrix, struct kvg_error *err)
 {
-    bool gathers = loader->backend->gathers && part->cols == cols;
+    bool whole_rows = part->cols == cols;
     void *copy = NULL;
-    int failed = quantized_read(matrix, &loader->quantization, loader->folder, name, rows, cols, gathers, err);
+    int failed = quantized_read(matrix, &loader->quantization, loader->folder, name, rows, cols,
+                                loader->backend->gathers && whole_rows, loader->backend->grouped && whole_rows, err);
     if (failed)
         return failed;
-    struct backend_weight weight = {matrix->format, matrix->data, rows, cols, matrix->parts[0]->data, matrix->order};
-    if (!(failed = cut(loader, &weight, name, part, &copy, err)) &&
-        (failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err)))
+    matrix->grouped.first = part->first_row;
+    matrix->grouped.rows = part->rows;
+    struct backend_weight weight = {.format = matrix->format,
+                                    .data = matrix->data,
+                                    .rows = matrix->format ? rows : part->rows,
+                                    .cols = cols,
+                                    .source = matrix->parts[0]->data,
+                                    .order = matrix->order,
+                                    .grouped = matrix->format ? NULL : &matrix->grouped};
+    if (matrix->format)
+        failed = cut(loader, &weight, name, part, &copy, err);
+    if (!failed && (failed = loader->backend->ops->weight(loader->backend, out, &weight, WEIGHT_MATMUL, err)))
         failed = name_fault(failed, name, part, err);
     free(copy);
     quantized_free_data(matrix);

@@ -89,8 +89,8 @@ static int read_awq(const struct reader *r)
     return failed;
 }
 
-/* Activations are rounded by the backend, finer than a scale a token; static scales would mean other numbers. */
-static int check_activations(const struct reader *r, const struct kvg_json *activations)
+/* Static scales would mean other numbers. */
+static int read_activations(const struct reader *r, const struct kvg_json *activations)
 {
     const struct kvg_json *dynamic = kvg_json_get(activations, "dynamic");
     struct kvg_str type = text_of(activations, "type", "int");
@@ -98,6 +98,7 @@ static int check_activations(const struct reader *r, const struct kvg_json *acti
         return 0;
     if (!dynamic || dynamic->type != KVG_JSON_TRUE)
         return kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: input_activations are not dynamic");
+    r->out->activations = true;
     return kvg_str_eq(type, "int")
                ? 0
                : kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: input_activations of type \"%.*s\"", AT_MOST(type));
@@ -157,7 +158,7 @@ static int read_compressed(const struct reader *r)
     int failed;
     if ((failed = check_targets(r, kvg_json_get(scheme, "targets"))) ||
         (failed = read_weights(r, kvg_json_get(scheme, "weights"))) ||
-        (failed = check_activations(r, kvg_json_get(scheme, "input_activations"))))
+        (failed = read_activations(r, kvg_json_get(scheme, "input_activations"))))
         return failed;
     if (!packed && (r->out->bits != 8 || r->out->group || r->out->zeros))
         return kvg_fail(r->err, KVG_UNSUPPORTED,

@@ -21,6 +21,7 @@ struct reading {
     uint32_t *group_of; /* [cols] */
     uint32_t *order;    /* [cols]; NULL: as they are */
     uint8_t *strip;     /* [STRIP, cols] codes */
+    uint32_t per_group; /* columns of a grouped matrix's group */
 };
 
 /* ---- the tensors of a matrix ------------------------------------------------------------------------------------------- */
@@ -265,14 +266,14 @@ static bool sort_columns(struct reading *m)
 
 /* ---- codes ------------------------------------------------------------------------------------------------------------- */
 
-/* Rows first..first+n into the strip; for the layouts whose words lie row after row, word after word. */
-static void unpack_columns(const struct reading *m, uint32_t first, uint32_t n)
+/* Rows first..first+n into strip [n][cols]; for the layouts whose words lie row after row, word after word. */
+static void unpack_columns(const struct reading *m, uint32_t first, uint32_t n, uint8_t *strip)
 {
     uint32_t per = m->per_word, words = m->rows / per;
     bool awq = m->quantization->method == QUANTIZED_AWQ;
     for (uint64_t c = 0; c < m->cols; c += awq ? 1 : per)
         for (uint32_t r = 0; r < n; r++) {
-            uint8_t *out = m->strip + (size_t)r * m->cols + c;
+            uint8_t *out = strip + (size_t)r * m->cols + c;
             if (awq) {
                 uint32_t word = word_at(m->codes, c * words + (first + r) / per);
                 out[0] = (uint8_t)code_at(m, word, awq_nibble((first + r) % per));
@@ -284,17 +285,26 @@ static void unpack_columns(const struct reading *m, uint32_t first, uint32_t n)
         }
 }
 
-static void unpack_rows(const struct reading *m, uint32_t first, uint32_t n)
+static void unpack_rows(const struct reading *m, uint32_t first, uint32_t n, uint8_t *strip)
 {
-    uint32_t per = m->per_word;
+    uint32_t per = m->per_word, words = (m->cols + per - 1) / per;
     for (uint32_t r = 0; r < n; r++) {
-        uint8_t *out = m->strip + (size_t)r * m->cols;
+        uint8_t *out = strip + (size_t)r * m->cols;
         uint64_t row = first + r;
-        for (uint32_t c = 0; c < m->cols; c++)
-            out[c] = m->quantization->method == QUANTIZED_INT8
-                         ? (uint8_t)(m->codes->data[row * m->cols + c] ^ 0x80)
-                         : (uint8_t)code_at(m, word_at(m->codes, row * (m->cols / per) + c / per), c % per);
+        for (uint32_t c = 0; c < m->cols && m->quantization->method == QUANTIZED_INT8; c++)
+            out[c] = (uint8_t)(m->codes->data[row * m->cols + c] ^ 0x80);
+        for (uint32_t c = 0; c < m->cols && m->quantization->method != QUANTIZED_INT8; c += per) {
+            uint32_t word = word_at(m->codes, row * words + c / per);
+            for (uint32_t i = 0; i < per && c + i < m->cols; i++)
+                out[c + i] = (uint8_t)code_at(m, word, i);
+        }
     }
+}
+
+static void unpack(const struct reading *m, uint32_t first, uint32_t n, uint8_t *strip)
+{
+    enum quantized_method method = m->quantization->method;
+    (method == QUANTIZED_GPTQ || method == QUANTIZED_AWQ ? unpack_columns : unpack_rows)(m, first, n, strip);
 }
 
 static void put_half(uint8_t **out, float value)
@@ -338,14 +348,13 @@ static uint8_t *encode_block(const struct reading *m, const struct quant_format 
 static int encode(struct reading *m, struct quantized_matrix *out)
 {
     size_t row_bytes = quant_row_bytes(out->format, m->cols);
-    enum quantized_method method = m->quantization->method;
     uint32_t plain[QUANT_GROUP];
     uint8_t *at = out->data = malloc(m->rows * row_bytes);
     if (!at)
         return kvg_fail(m->err, KVG_NOMEM, "no memory for %zu bytes of %sweight", m->rows * row_bytes, m->base);
     for (uint32_t first = 0; first < m->rows; first += STRIP) {
         uint32_t n = m->rows - first < STRIP ? m->rows - first : STRIP;
-        (method == QUANTIZED_GPTQ || method == QUANTIZED_AWQ ? unpack_columns : unpack_rows)(m, first, n);
+        unpack(m, first, n, m->strip);
         for (uint32_t r = 0; r < n; r++)
             for (uint32_t c = 0; c < m->cols; c += QUANT_GROUP) {
                 for (uint32_t i = 0; i < QUANT_GROUP && !m->order; i++)
@@ -356,20 +365,107 @@ static int encode(struct reading *m, struct quantized_matrix *out)
     return 0;
 }
 
+/* ---- grouped matrices ---------------------------------------------------------------------------------------------------- */
+
+static void read_w8a8(const void *context, uint32_t first, uint32_t n, const struct grouped_rows *out)
+{
+    const struct reading *m = context;
+    memcpy(out->q, m->codes->data + (size_t)first * m->cols, (size_t)n * m->cols);
+    memcpy(out->scale, m->scale + first, n * sizeof *out->scale);
+}
+
+static void gather(const uint32_t *order, uint32_t cols, uint8_t *row)
+{
+    uint8_t as_stored[GROUPED_MOST_COLS];
+    memcpy(as_stored, row, cols);
+    for (uint32_t i = 0; i < cols; i++)
+        row[i] = as_stored[order[i]];
+}
+
+static void read_w4a16(const void *context, uint32_t first, uint32_t n, const struct grouped_rows *out)
+{
+    const struct reading *m = context;
+    uint32_t groups = m->cols / m->per_group;
+    unpack(m, first, n, out->q);
+    for (uint32_t r = 0; r < n; r++) {
+        if (m->order)
+            gather(m->order, m->cols, out->q + (size_t)r * m->cols);
+        for (uint32_t g = 0; g < groups; g++) {
+            uint32_t column = m->order ? m->order[g * m->per_group] : g * m->per_group;
+            size_t at = (size_t)m->group_of[column] * m->rows + first + r;
+            out->scale[(size_t)r * groups + g] = m->scale[at];
+            out->zero[(size_t)r * groups + g] = (uint8_t)m->zero[at];
+        }
+    }
+}
+
+bool quantized_grouped(const struct quantization *quantization, uint32_t cols, struct quant_grouped *out)
+{
+    bool w8a8 = quantization->method == QUANTIZED_INT8;
+    enum grouped_kind kind = w8a8 ? GROUPED_W8A8 : GROUPED_W4A16;
+    uint32_t group = grouped_group(kind, cols, quantization->group ? quantization->group : cols);
+    *out = (struct quant_grouped){.kind = kind, .cols = cols, .group = group, .zeros = !w8a8 && quantization->zeros};
+    return group && (w8a8 ? quantization->activations : quantization->bits == 4);
+}
+
+/* Whether every `per_group` columns, in their order, are of one group. */
+static bool one_group_each(const struct reading *m, uint32_t per_group)
+{
+    for (uint32_t i = 0; i < m->cols; i++) {
+        uint32_t first = i / per_group * per_group;
+        if (m->group_of[m->order ? m->order[i] : i] != m->group_of[m->order ? m->order[first] : first])
+            return false;
+    }
+    return true;
+}
+
+/* True where the matrix is a grouped one, which reads through *m from now on. */
+static bool make_grouped(struct reading *m, bool centred, struct quantized_matrix *out)
+{
+    if (!quantized_grouped(m->quantization, m->cols, &out->grouped))
+        return false;
+    m->per_group = out->grouped.group;
+    if (out->grouped.kind == GROUPED_W4A16 && m->per_group == GROUPED_LARGE && !one_group_each(m, m->per_group))
+        m->per_group = GROUPED_SMALL;
+    if (out->grouped.kind == GROUPED_W4A16 && !one_group_each(m, m->per_group))
+        return false;
+    out->grouped.rows = m->rows;
+    out->grouped.group = m->per_group;
+    out->grouped.zeros = out->grouped.kind == GROUPED_W4A16 && !centred;
+    out->grouped.read = out->grouped.kind == GROUPED_W8A8 ? read_w8a8 : read_w4a16;
+    out->grouped.context = out->reading = m;
+    out->format = NULL;
+    return true;
+}
+
 /* ---- the whole --------------------------------------------------------------------------------------------------------- */
 
-/* blocks: columns come in blocks of one group. */
-static const struct quant_format *choose_format(const struct reading *m, bool blocks)
+/* The least that a scale must keep of itself in f16. */
+static bool fits_f16(float scale)
 {
-    uint32_t bits = m->quantization->bits, middle = 1u << (bits - 1);
-    bool centred = true;
+    return fabsf(f16_to_f32(f32_to_f16(scale)) - scale) <= 0x1p-8f * fabsf(scale);
+}
+
+/* Whether scales may be f16; and whether all zeros are those of symmetric codes. */
+static bool survey(const struct reading *m, bool *centred)
+{
+    uint32_t middle = 1u << (m->quantization->bits - 1);
+    *centred = true;
     for (uint64_t i = 0; i < (uint64_t)m->groups * m->rows; i++) {
-        float s = m->scale[i], half = f16_to_f32(f32_to_f16(s));
-        if (!(fabsf(half - s) <= 0x1p-8f * fabsf(s))) {
-            log_warn("matrix %sweight: scale %g loses too much in f16: kept as F32", m->base, (double)s);
-            return &quant_f32;
-        }
-        centred = centred && m->zero[i] == middle;
+        if (!fits_f16(m->scale[i]))
+            return false;
+        *centred = *centred && m->zero[i] == middle;
+    }
+    return true;
+}
+
+/* blocks: columns come in blocks of one group. */
+static const struct quant_format *choose_format(const struct reading *m, bool halves, bool centred, bool blocks)
+{
+    uint32_t bits = m->quantization->bits;
+    if (!halves) {
+        log_warn("matrix %sweight: its scales lose too much in f16: kept as F32", m->base);
+        return &quant_f32;
     }
     if (!blocks || (bits == 8 && !centred))
         return &quant_f16;
@@ -394,48 +490,74 @@ static int allocate(struct reading *m)
     return all ? 0 : kvg_fail(m->err, KVG_NOMEM, "no memory for the scales of %sweight", m->base);
 }
 
-static int convert(struct reading *m, struct quantized_matrix *out, bool gathers)
+static void free_reading(struct reading *m)
 {
-    bool sorted;
-    int failed;
-    if ((failed = take_parts(m)) || (failed = allocate(m)) || (failed = read_scales(m)) || (failed = read_groups(m, &sorted)))
-        return failed;
-    read_zeros(m);
-    bool ordered = !sorted && gathers && sort_columns(m);
-    out->format = choose_format(m, sorted || ordered);
-    if (out->format->scales == QUANT_FLOAT || !ordered) {
-        free(m->order);
-        m->order = NULL;
-    }
-    if ((failed = encode(m, out)))
-        return failed;
-    out->order = m->order;
-    m->order = NULL;
+    if (!m)
+        return;
+    free(m->scale);
+    free(m->zero);
+    free(m->group_of);
+    free(m->order);
+    free(m->strip);
+    free(m);
+}
+
+static void list_parts(const struct reading *m, struct quantized_matrix *out)
+{
     const struct safetensors_tensor *parts[QUANTIZED_PARTS] = {m->codes, m->scales, m->zeros, m->g_idx, m->shape};
     for (uint32_t i = 0, n = 0; i < QUANTIZED_PARTS; i++)
         if (parts[i])
             out->parts[n++] = parts[i];
+}
+
+static void forget_order(struct reading *m)
+{
+    free(m->order);
+    m->order = NULL;
+}
+
+static int convert(struct reading *m, struct quantized_matrix *out, bool gathers, bool groups)
+{
+    bool sorted, centred;
+    int failed;
+    if ((failed = take_parts(m)) || (failed = allocate(m)) || (failed = read_scales(m)) || (failed = read_groups(m, &sorted)))
+        return failed;
+    read_zeros(m);
+    list_parts(m, out);
+    bool ordered = !sorted && gathers && sort_columns(m), halves = survey(m, &centred);
+    if (!ordered)
+        forget_order(m);
+    if (groups && (sorted || ordered) && (halves || m->quantization->method == QUANTIZED_INT8) && make_grouped(m, centred, out)) {
+        out->order = m->order;
+        return 0;
+    }
+    out->format = choose_format(m, halves, centred, sorted || ordered);
+    if (out->format->scales == QUANT_FLOAT)
+        forget_order(m);
+    if ((failed = encode(m, out)))
+        return failed;
+    out->order = m->order;
+    m->order = NULL;
     return 0;
 }
 
 int quantized_read(struct quantized_matrix *out, const struct quantization *quantization, const struct safetensors *folder,
-                   const char *name, uint32_t rows, uint32_t cols, bool gathers, struct kvg_error *err)
+                   const char *name, uint32_t rows, uint32_t cols, bool gathers, bool groups, struct kvg_error *err)
 {
-    struct reading m = {.quantization = quantization,
-                        .folder = folder,
-                        .err = err,
-                        .rows = rows,
-                        .cols = cols,
-                        .per_word = quantization->method == QUANTIZED_INT8 ? 1 : 32 / quantization->bits};
+    struct reading *m = calloc(1, sizeof *m);
     *out = (struct quantized_matrix){0};
-    if (!base_of(name, m.base))
-        return kvg_fail(err, KVG_FILE, "tensor %.160s is no matrix", name);
-    int failed = convert(&m, out, gathers);
-    free(m.scale);
-    free(m.zero);
-    free(m.group_of);
-    free(m.order);
-    free(m.strip);
+    if (!m)
+        return kvg_fail(err, KVG_NOMEM, "no memory to read %.160s", name);
+    *m = (struct reading){.quantization = quantization,
+                          .folder = folder,
+                          .err = err,
+                          .rows = rows,
+                          .cols = cols,
+                          .per_word = quantization->method == QUANTIZED_INT8 ? 1 : 32 / quantization->bits};
+    int failed =
+        base_of(name, m->base) ? convert(m, out, gathers, groups) : kvg_fail(err, KVG_FILE, "tensor %.160s is no matrix", name);
+    if (!out->reading)
+        free_reading(m);
     if (failed)
         quantized_free_data(out);
     return failed;
@@ -444,7 +566,10 @@ int quantized_read(struct quantized_matrix *out, const struct quantization *quan
 void quantized_free_data(struct quantized_matrix *matrix)
 {
     free(matrix->data);
-    free(matrix->order);
+    if (!matrix->reading)
+        free(matrix->order);
+    free_reading(matrix->reading);
     matrix->data = NULL;
     matrix->order = NULL;
+    matrix->reading = NULL;
 }

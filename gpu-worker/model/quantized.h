@@ -11,6 +11,11 @@
  *
  * Scales are F16, BF16 or F32. What becomes of a matrix:
  *
+ *   int-quantized, with quantized activations       GROUPED_W8A8 (grouped.h), exact
+ *   4 bits, groups of whole 64s or 128s of columns  GROUPED_W4A16, exact but for the scale's rounding to f16
+ *
+ * and where the backend takes no grouped matrices, or a matrix is of none of these:
+ *
  *   4 bits, all z = 8     Q4_0: exact but for the scale's rounding to f16
  *   4 bits, other z       Q4_1: the same, and s z rounded to f16, which is up to 2^-8 of a step
  *   8 bits, all z = 128   Q8_0: as Q4_0
@@ -23,6 +28,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include "gpu-worker/model/safetensors.h"
+#include "gpu-worker/quant/grouped.h"
 #include "gpu-worker/quant/quant.h"
 #include "libprompt/error.h"
 #include "libprompt/gguf.h"
@@ -35,6 +41,7 @@ struct quantization {
     uint32_t zero_add;    /* to stored zeros */
     bool zeros;           /* not symmetric; pack-quantized: there are tensors of zeros */
     bool act_order;       /* g_idx must be there */
+    bool activations;     /* they are quantized too, to 8 bits, a scale a token */
 };
 
 /* From the folder's metadata. KVG_UNSUPPORTED names what in the quantization_config is not served. */
@@ -43,19 +50,24 @@ int quantization_read(struct quantization *out, const struct kvg_gguf *gguf, str
 enum { QUANTIZED_PARTS = 5 };
 
 struct quantized_matrix {
-    const struct quant_format *format;
-    void *data;      /* [rows] of the format, malloc'd */
-    uint32_t *order; /* [cols], malloc'd: column i of the data is column order[i] of the input; NULL: i itself */
+    const struct quant_format *format; /* NULL: grouped */
+    void *data;                        /* [rows] of the format, malloc'd */
+    struct quant_grouped grouped;      /* reads the folder's tensors, until quantized_free_data */
+    struct reading *reading;           /* its context */
+    uint32_t *order;                   /* [cols]: column i of the data is column order[i] of the input; NULL: i itself */
     const struct safetensors_tensor *parts[QUANTIZED_PARTS]; /* what it was made of: NULL after the last. parts[0]: the codes */
 };
 
-/* What most of its matrices become. */
+/* What most of its matrices become where no backend takes grouped ones. */
 const struct quant_format *quantized_format(const struct quantization *quantization);
+/* Whether a matrix of so many columns becomes a grouped one; sets its kind, cols, group and zeros. */
+bool quantized_grouped(const struct quantization *quantization, uint32_t cols, struct quant_grouped *out);
 /* Whether the matrix `name` ("….weight") is stored as codes; others of the folder are floats. */
 bool quantized_has(const struct quantization *quantization, const struct safetensors *folder, const char *name);
-/* The matrix `name` of exactly [rows, cols]. gathers: the caller can make use of an order. KVG_FILE names the tensor that is
+/* The matrix `name` of exactly [rows, cols]. gathers: the caller can make use of an order; groups: of a grouped
+ * matrix. KVG_FILE names the tensor that is
  * missing or of another shape, type or range, with both numbers. */
 int quantized_read(struct quantized_matrix *out, const struct quantization *quantization, const struct safetensors *folder,
-                   const char *name, uint32_t rows, uint32_t cols, bool gathers, struct kvg_error *err);
-/* Data and order, not which parts it was made of. */
+                   const char *name, uint32_t rows, uint32_t cols, bool gathers, bool groups, struct kvg_error *err);
+/* Data, order and what a grouped matrix reads with, not which parts it was made of. */
 void quantized_free_data(struct quantized_matrix *matrix);

@@ -33,6 +33,7 @@ struct cpu_backend {
     struct backend_options options;
     enum cpu_arithmetic arithmetic;
     uint32_t int8_formats, int16_formats; /* of the loaded matrices: bit i is quant_at(i) */
+    uint32_t grouped_kinds;               /* bit k: a grouped_kind */
     struct tensor *tensors;
     struct arena_chunk *arena; /* the tensors' values */
 
@@ -44,7 +45,8 @@ struct cpu_backend {
 
     /* Scratch, grown while weights load. */
     struct acts acts;
-    size_t acts_values, int16_values;    /* capacity: rows * cols */
+    size_t acts_values, int16_values; /* capacity: rows * cols */
+    size_t rows8_bytes, rows16_bytes;
     struct attention_scratch *attention; /* [threads] */
     float *sampling;                     /* [threads][most weight rows] */
     float *scratch; /* [threads][scratch_floats]: an input row (two where it is reordered), or two panels' results of GATED_ROWS

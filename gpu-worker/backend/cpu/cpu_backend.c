@@ -122,6 +122,15 @@ static void describe_formats(const char *arithmetic, uint32_t formats, char *out
     }
 }
 
+static void describe_grouped(uint32_t kinds, char *out, size_t size)
+{
+    for (uint32_t kind = 0; kind < GROUPED_KINDS; kind++) {
+        size_t n = strlen(out);
+        if (kinds >> kind & 1)
+            snprintf(out + n, size - n, ", %s", grouped_name((enum grouped_kind)kind));
+    }
+}
+
 static void cpu_describe(const struct backend *backend, char *out, size_t size)
 {
     const struct cpu_backend *cpu = (const struct cpu_backend *)backend;
@@ -129,6 +138,7 @@ static void cpu_describe(const struct backend *backend, char *out, size_t size)
     snprintf(out, size, "cpu %s, %u thread%s", cpu->kernels.name, n, n == 1 ? "" : "s");
     describe_formats("int16", cpu->int16_formats, out, size);
     describe_formats("int8", cpu->int8_formats, out, size);
+    describe_grouped(cpu->grouped_kinds, out, size);
 }
 
 static void cpu_close(struct backend *backend)
@@ -193,6 +203,7 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
     cpu->base.ops = &cpu_ops;
     cpu->base.kv_auto = kernels.kv_auto;
     cpu->base.gathers = true;
+    cpu->base.grouped = true;
     cpu->kernels = kernels;
     cpu->arithmetic = arithmetic;
     cpu->options = *options;

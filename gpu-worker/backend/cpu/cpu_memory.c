@@ -1,5 +1,6 @@
 /* Memory, tensors and scratch: what the CPU backend allocates, all before the first step. */
 #include "gpu-worker/backend/cpu/cpu.h"
+#include "gpu-worker/backend/cpu/grouped_panels.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -142,13 +143,46 @@ static int grow_int16_acts(struct cpu_backend *cpu, uint32_t most, uint32_t cols
     return 0;
 }
 
-/* Room for max_rows rows of activations as wide as the widest quantized weight of its arithmetic. */
+/* AMX reads 16 rows of a last tile that has fewer. */
+static void *units_of_rows(size_t *capacity, void *old, uint32_t most, size_t units)
+{
+    size_t bytes = ((size_t)most * units + ACTS_TILE) * UNIT_BYTES;
+    if (bytes <= *capacity)
+        return old;
+    free(old);
+    *capacity = bytes;
+    return cpu_alloc(bytes);
+}
+
+static int grow_rows8(struct cpu_backend *cpu, uint32_t most, uint32_t cols, struct kvg_error *err)
+{
+    struct acts *a = &cpu->acts;
+    a->rows8 = units_of_rows(&cpu->rows8_bytes, a->rows8, most, w8a8_units(cols));
+    if (a->rows8 && !a->row8_scale)
+        a->row8_scale = cpu_alloc((most + ACTS_TILE) * sizeof *a->row8_scale);
+    return a->rows8 && a->row8_scale ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for %u rows of %u 8-bit activations", most, cols);
+}
+
+static int grow_rows16(struct cpu_backend *cpu, uint32_t most, uint32_t cols, struct kvg_error *err)
+{
+    struct acts *a = &cpu->acts;
+    a->rows16 = units_of_rows(&cpu->rows16_bytes, a->rows16, most, bf16_units(cols));
+    return a->rows16 ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for %u rows of %u BF16 activations", most, cols);
+}
+
+/* Room for max_rows rows of activations as wide as the widest weight of their form. */
 static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struct kvg_error *err)
 {
     struct acts *a = &cpu->acts;
     uint32_t most = cpu->options.max_rows > cpu->options.max_outputs ? cpu->options.max_rows : cpu->options.max_outputs;
-    if (panels_int16(panels))
+    if (panels->kind == PANEL_BF16 && cpu->kernels.round_rows16)
+        return grow_rows16(cpu, most, panels->cols, err);
+    if (panels->kind == PANEL_W8A8)
+        return grow_rows8(cpu, most, panels->cols, err);
+    if (panels_int16(panels) || panels_w4a16(panels))
         return grow_int16_acts(cpu, most, panels->cols, err);
+    if (panels->scales == QUANT_FLOAT)
+        return 0;
     size_t values = (size_t)most * panels->cols, groups = values / QUANT_GROUP;
     if (values <= cpu->acts_values)
         return 0;
@@ -198,7 +232,7 @@ static void note_format(struct cpu_backend *cpu, const struct quant_format *form
 static int keep_order(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight, struct kvg_error *err)
 {
     size_t bytes = weight->cols * sizeof *weight->order;
-    if (weight->format->scales == QUANT_FLOAT)
+    if (weight->format && weight->format->scales == QUANT_FLOAT)
         return kvg_fail(err, KVG_UNSUPPORTED, "%s weights have no order of columns", weight->format->name);
     for (uint32_t i = 0; i < weight->cols; i++)
         if (weight->order[i] >= weight->cols)
@@ -216,6 +250,60 @@ static int keep_order(struct cpu_backend *cpu, struct tensor *tensor, const stru
     return 0;
 }
 
+/* Memory for the panels whose layout is set. */
+static int alloc_panels(struct cpu_backend *cpu, struct panels *panels, struct kvg_error *err)
+{
+    panels->data = arena_alloc(cpu, panels->n_panels * panels->panel_bytes);
+    return panels->data ? 0
+                        : kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
+}
+
+/* What a packed matrix needs beside itself. */
+static int finish_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
+                         struct kvg_error *err)
+{
+    int failed = grow_acts(cpu, &tensor->panels, err);
+    if (failed || (weight->order && (failed = keep_order(cpu, tensor, weight, err))) ||
+        (failed = grow_scratch(cpu, weight->order ? 2 * weight->cols : weight->cols, err)))
+        return failed;
+    return grow_sampling(cpu, weight->rows, err);
+}
+
+struct pack_grouped_job {
+    const struct panels *panels;
+    const struct quant_grouped *matrix;
+    uint8_t *scratch;
+    size_t scratch_bytes;
+};
+
+static void pack_grouped_panels(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct pack_grouped_job *job = arg;
+    for (uint32_t p = first; p < end; p++)
+        grouped_pack(job->panels, job->matrix, job->scratch + thread * job->scratch_bytes, p);
+}
+
+static int grouped_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
+                          struct kvg_error *err)
+{
+    const struct quant_grouped *matrix = weight->grouped;
+    if (!grouped_valid(matrix) || matrix->rows != weight->rows || matrix->cols != weight->cols)
+        return kvg_fail(err, KVG_UNSUPPORTED, "a %s matrix [%u, %u] in groups of %u for one of [%u, %u]",
+                        grouped_name(matrix->kind), matrix->rows, matrix->cols, matrix->group, weight->rows, weight->cols);
+    grouped_layout(&tensor->panels, matrix);
+    int failed = alloc_panels(cpu, &tensor->panels, err);
+    if (failed)
+        return failed;
+    struct pack_grouped_job job = {&tensor->panels, matrix, NULL, (grouped_scratch_bytes(matrix) + LINE - 1) / LINE * LINE};
+    job.scratch = cpu_alloc(thread_pool_size(cpu->pool) * job.scratch_bytes);
+    if (!job.scratch)
+        return kvg_fail(err, KVG_NOMEM, "no memory for rows of %u codes", matrix->cols);
+    thread_pool_for(cpu->pool, tensor->panels.n_panels, 1, pack_grouped_panels, &job);
+    free(job.scratch);
+    cpu->grouped_kinds |= 1u << matrix->kind;
+    return finish_weight(cpu, tensor, weight, err);
+}
+
 static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const struct backend_weight *weight,
                          struct kvg_error *err)
 {
@@ -223,21 +311,16 @@ static int matmul_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
     if (!panels_layout(panels, weight->format, use_int16(cpu, weight->format), weight->rows, weight->cols))
         return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
                         weight->format->name, weight->format->block_values);
-    panels->data = arena_alloc(cpu, panels->n_panels * panels->panel_bytes);
-    if (!panels->data)
-        return kvg_fail(err, KVG_NOMEM, "no memory for %zu bytes of weights", panels->n_panels * panels->panel_bytes);
+    int failed = alloc_panels(cpu, panels, err);
+    if (failed)
+        return failed;
     struct pack_job job = {panels, weight, weight->rows};
     thread_pool_for(cpu->pool, panels->n_panels, 1, pack_panels, &job);
     if (job.not_finite < weight->rows)
         return kvg_fail(err, KVG_FILE, "row %u holds an infinity or NaN", job.not_finite);
-    if (weight->format->scales != QUANT_FLOAT && grow_acts(cpu, panels, err) != 0)
-        return err ? err->code : KVG_NOMEM;
     if (weight->format->scales != QUANT_FLOAT)
         note_format(cpu, weight->format, panels_int16(panels));
-    int failed = weight->order ? keep_order(cpu, tensor, weight, err) : 0;
-    if (failed || (failed = grow_scratch(cpu, weight->order ? 2 * weight->cols : weight->cols, err)))
-        return failed;
-    return grow_sampling(cpu, weight->rows, err);
+    return finish_weight(cpu, tensor, weight, err);
 }
 
 int cpu_weight(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
@@ -249,7 +332,7 @@ int cpu_weight(struct backend *backend, struct tensor **out, const struct backen
         return kvg_fail(err, KVG_NOMEM, "no memory for a tensor");
     *out = tensor;
     if (use == WEIGHT_MATMUL)
-        return matmul_weight(cpu, tensor, weight, err);
+        return weight->grouped ? grouped_weight(cpu, tensor, weight, err) : matmul_weight(cpu, tensor, weight, err);
     if (quant_row_bytes(weight->format, weight->cols) == 0)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u columns are not a whole number of %s blocks of %u", weight->cols,
                         weight->format->name, weight->format->block_values);
@@ -273,6 +356,7 @@ void cpu_free_memory(struct cpu_backend *cpu)
     }
     struct acts *a = &cpu->acts;
     free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
+    free(a->rows8), free(a->row8_scale), free(a->rows16);
     free_int16_acts(a);
     free(cpu->attention);
     free(cpu->sampling);

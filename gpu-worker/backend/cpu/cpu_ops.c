@@ -300,30 +300,36 @@ int cpu_sample(struct backend *backend, const struct tensor *logits, const struc
 
 /* ---- products ---- */
 
-static bool uses_int16(const struct tensor *weight)
-{
-    return panels_int16(&weight->panels);
-}
-
-static bool uses_floats(const struct tensor *weight)
-{
-    return weight->panels.scales == QUANT_FLOAT;
-}
-
 /* What the weights of a product read: which forms of its input. */
 struct forms {
-    bool int8, int16, floats;
+    bool int8, int16, rows8, rows16, floats;
 };
 
-static struct forms forms_of(const struct tensor *const weights[], uint32_t n)
+static void add_form(const struct cpu_backend *cpu, const struct panels *panels, struct forms *forms)
+{
+    if (panels->kind == PANEL_W8A8)
+        forms->rows8 = true;
+    else if (panels->kind == PANEL_BF16 && cpu->kernels.round_rows16)
+        forms->rows16 = true;
+    else if (panels->scales == QUANT_FLOAT)
+        forms->floats = true;
+    else if (panels_int16(panels) || panels_w4a16(panels))
+        forms->int16 = true;
+    else
+        forms->int8 = true;
+}
+
+static struct forms forms_of(const struct cpu_backend *cpu, const struct tensor *const weights[], uint32_t n)
 {
     struct forms forms = {0};
-    for (uint32_t i = 0; i < n; i++) {
-        forms.floats |= uses_floats(weights[i]);
-        forms.int16 |= uses_int16(weights[i]);
-        forms.int8 |= !uses_floats(weights[i]) && !uses_int16(weights[i]);
-    }
+    for (uint32_t i = 0; i < n; i++)
+        add_form(cpu, &weights[i]->panels, &forms);
     return forms;
+}
+
+static bool any_rounded(struct forms forms)
+{
+    return forms.int8 || forms.int16 || forms.rows8 || forms.rows16;
 }
 
 struct input_job {
@@ -341,6 +347,10 @@ static void quantize_rows(const struct cpu_backend *cpu, struct forms forms, con
         cpu->kernels.quantize(acts, first, end);
     if (forms.int16)
         cpu->kernels.quantize_int16(acts, first, end);
+    if (forms.rows8)
+        cpu->kernels.quantize_rows8(acts, first, end);
+    if (forms.rows16)
+        cpu->kernels.round_rows16(acts, first, end);
 }
 
 /* Row r of the input, normed and in the weights' order, to out; an ordered row is normed in `normed` first. */
@@ -392,9 +402,9 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.x = x->data;
     cpu->acts.sums_below = cpu->kernels.int16_sums_below;
     struct input_job job = {cpu, forms, x, norm, order};
-    if ((forms.int8 || forms.int16) && n >= 2 * ACTS_TILE)
+    if (any_rounded(forms) && n >= 2 * ACTS_TILE)
         thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);
-    else if (forms.int8 || forms.int16)
+    else if (any_rounded(forms))
         for_rows(cpu, n, x->cols, input_rows, &job);
 }
 
@@ -411,7 +421,7 @@ static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint3
                        thread_pool_item item)
 {
     struct thread_pool *pool = job->cpu->pool;
-    uint32_t row_bytes = job->cpu->acts.cols * (forms.floats ? 4 : forms.int16 ? 2 : 1);
+    uint32_t row_bytes = job->cpu->acts.cols * (forms.floats ? 4 : forms.int16 || forms.rows16 ? 2 : 1);
     uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
     pass = pass > most ? most : pass < ACTS_TILE ? ACTS_TILE : pass;
     uint32_t passes = (n + pass - 1) / pass;
@@ -444,7 +454,7 @@ static void multiply_alike(struct cpu_backend *cpu, uint32_t n, const struct ten
                            const struct backend_matmul *args)
 {
     struct product_job job = {.cpu = cpu, .args = args};
-    struct forms forms = forms_of(args->weights, args->count);
+    struct forms forms = forms_of(cpu, args->weights, args->count);
     uint32_t n_panels = 0;
     for (uint32_t i = 0; i < args->count; i++)
         n_panels += args->weights[i]->panels.n_panels;
@@ -505,7 +515,7 @@ void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *
 {
     struct cpu_backend *cpu = cpu_of(backend);
     struct product_job job = {.cpu = cpu, .gated = args, .gate_done = args->gate->order != args->up->order};
-    struct forms forms = forms_of((const struct tensor *const[]){args->up, args->gate}, job.gate_done ? 1 : 2);
+    struct forms forms = forms_of(cpu, (const struct tensor *const[]){args->up, args->gate}, job.gate_done ? 1 : 2);
     struct backend_matmul gate = {.count = 1, .weights = {args->gate}, .outs = {args->out}};
     if (job.gate_done)
         multiply(cpu, n, x, norm, &gate);

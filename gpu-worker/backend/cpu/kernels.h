@@ -11,6 +11,9 @@ struct kernels {
     /* Rows first..end of a->x into a's integers. */
     void (*quantize)(const struct acts *a, uint32_t first, uint32_t end);
     void (*quantize_int16)(const struct acts *a, uint32_t first, uint32_t end);
+    void (*quantize_rows8)(const struct acts *a, uint32_t first, uint32_t end);
+    /* Rows to BF16, which this set multiplies with BF16 weights; NULL: it multiplies the rows as they are. */
+    void (*round_rows16)(const struct acts *a, uint32_t first, uint32_t end);
     uint32_t int16_sums_below; /* rows; see struct acts */
     /* Panel p times rows first..end (first a multiple of ACTS_TILE). */
     void (*panel[PANEL_KINDS])(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
@@ -41,3 +44,5 @@ void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *
                          const struct panel_store *store);
 /* Sets the attention of AMX, but for layers with a window. */
 void attention_amx(struct kernels *out);
+/* Sets the products with W8A8, W4A16 and BF16 weights of AMX. */
+void grouped_amx(struct kernels *out);

@@ -4,6 +4,7 @@
  * operations everywhere, so all instruction sets give the same bits.
  */
 #include "gpu-worker/backend/cpu/attention.inc.h"
+#include "gpu-worker/backend/cpu/grouped_panels.h"
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
@@ -163,6 +164,7 @@ V_INLINE void quant_panel(uint32_t bits, enum quant_scales scales, const struct 
 }
 
 #include "gpu-worker/backend/cpu/int16.inc.h"
+#include "gpu-worker/backend/cpu/grouped.inc.h"
 #if defined(V_UNPACK_FROM)
 #include "gpu-worker/backend/cpu/unpacked.inc.h"
 #define UNPACKED(name, ...)                                                                                                      \
@@ -178,9 +180,7 @@ V_INLINE v16 load_float(enum panel_kind kind, const uint8_t *panel, size_t i)
 {
     if (kind == PANEL_F32)
         return v16_load((const float *)panel + i);
-    if (kind == PANEL_F16)
-        return v16_from_f16((const uint16_t *)panel + i);
-    return v16_from_bf16((const uint16_t *)panel + i);
+    return v16_from_f16((const uint16_t *)panel + i);
 }
 
 V_INLINE void float_rows(enum panel_kind kind, const uint8_t *panel, const struct acts *a, uint32_t row, int n, v16 acc[][2])
@@ -198,6 +198,32 @@ V_INLINE void float_rows(enum panel_kind kind, const uint8_t *panel, const struc
     }
 }
 
+/* The same of BF16, whose columns come in pairs. */
+V_INLINE void bf16_rows(const uint8_t *panel, const struct acts *a, uint32_t row, int n, v16 acc[][2])
+{
+    const float *x = a->x + (size_t)row * a->cols;
+    for (int r = 0; r < n; r++)
+        acc[r][0] = acc[r][1] = v16_set1(0);
+    for (size_t k = 0; k < a->cols; k += 2) {
+        const uint8_t *line = panel + k / BF16_UNIT * 2 * UNIT_HALF + k % BF16_UNIT / 2 * LINE;
+        v16 even[2], odd[2];
+        v_prefetch(line + 2 * UNIT_HALF);
+        v_prefetch(line + 3 * UNIT_HALF);
+        v16_bf16_pairs(line, &even[0], &odd[0]);
+        v16_bf16_pairs(line + UNIT_HALF, &even[1], &odd[1]);
+        for (int r = 0; r < n; r++) {
+            v16 x0 = v16_set1(x[(size_t)r * a->cols + k]);
+            acc[r][0] = v16_fma(x0, even[0], acc[r][0]);
+            acc[r][1] = v16_fma(x0, even[1], acc[r][1]);
+            if (k + 1 == a->cols)
+                continue;
+            v16 x1 = v16_set1(x[(size_t)r * a->cols + k + 1]);
+            acc[r][0] = v16_fma(x1, odd[0], acc[r][0]);
+            acc[r][1] = v16_fma(x1, odd[1], acc[r][1]);
+        }
+    }
+}
+
 V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first,
                           uint32_t end, const struct panel_store *store)
 {
@@ -206,7 +232,10 @@ V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t
     v16 acc[V_ROWS][2];
 #define FLOAT_ROWS(n)                                                                                                            \
     for (; row + (n) <= end; row += (n)) {                                                                                       \
-        float_rows(kind, panel, a, row, (n), acc);                                                                               \
+        if (kind == PANEL_BF16)                                                                                                  \
+            bf16_rows(panel, a, row, (n), acc);                                                                                  \
+        else                                                                                                                     \
+            float_rows(kind, panel, a, row, (n), acc);                                                                           \
         for (uint32_t i = 0; i < (n); i++)                                                                                       \
             store_panel(store, row + i, p, n_valid, acc[i]);                                                                     \
     }
@@ -343,6 +372,7 @@ const struct kernels KERNELS_SYMBOL = {
     .name = KERNELS_NAME,
     .quantize = quantize,
     .quantize_int16 = quantize_int16,
+    .quantize_rows8 = quantize_rows8,
     .int16_sums_below = UINT32_MAX,
     .panel =
         {
@@ -359,6 +389,9 @@ const struct kernels KERNELS_SYMBOL = {
             [PANEL_SUPER16_6] = panel_super16_6,
             [PANEL_INT16_SCALE_4] = panel_int16_scale_4,
             [PANEL_INT16_MIN_4] = panel_int16_min_4,
+            [PANEL_W8A8] = panel_w8a8,
+            [PANEL_W4A16] = panel_w4a16,
+            [PANEL_W4A16_ZEROS] = panel_w4a16_zeros,
         },
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,

@@ -311,4 +311,5 @@ void kernels_amx(struct kernels *out)
     out->int16_sums_below = INT16_AMX_ROWS;
     out->panel[PANEL_INT16_SCALE_4] = int16_panel_scale_amx;
     out->panel[PANEL_INT16_MIN_4] = int16_panel_min_amx;
+    grouped_amx(out);
 }

@@ -1,6 +1,7 @@
 #include "gpu-worker/backend/cpu/panels.h"
 #include <math.h>
 #include <string.h>
+#include "gpu-worker/backend/cpu/grouped_panels.h"
 #include "gpu-worker/quant/f16.h"
 
 static const struct {
@@ -26,7 +27,7 @@ static bool kind_of(const struct quant_format *format, enum panel_kind *kind)
         *kind = format == &quant_f32 ? PANEL_F32 : format == &quant_f16 ? PANEL_F16 : PANEL_BF16;
         return true;
     }
-    for (int i = PANEL_SCALE_4; i < PANEL_KINDS; i++) {
+    for (int i = PANEL_SCALE_4; i <= PANEL_SUPER16_6; i++) {
         if (kinds[i].bits == format->bits && kinds[i].scales == format->scales) {
             *kind = (enum panel_kind)i;
             return true;
@@ -58,6 +59,8 @@ bool panels_layout(struct panels *panels, const struct quant_format *format, boo
     size_t groups = cols / QUANT_GROUP, supers = (groups + QUANT_SUPER_GROUPS - 1) / QUANT_SUPER_GROUPS;
     if (int16 && int16_kind(format, cols, &panels->kind)) {
         panels->panel_bytes = 2 * LINE + groups * int16_cell_bytes(panels->kind == PANEL_INT16_MIN_4);
+    } else if (panels->kind == PANEL_BF16) {
+        panels->panel_bytes = bf16_units(cols) * 2 * UNIT_HALF;
     } else if (format->scales == QUANT_FLOAT) {
         panels->panel_bytes = (size_t)cols * PANEL_ROWS * format->block_bytes;
     } else {
@@ -74,6 +77,16 @@ static void pack_float(const struct panels *panels, size_t size, const uint8_t *
         const uint8_t *row = file_rows + (size_t)(first + r) * panels->cols * size;
         for (size_t k = 0; k < panels->cols; k++)
             memcpy(panel + (k * PANEL_ROWS + r) * size, row + k * size, size);
+    }
+}
+
+static void pack_bf16(const struct panels *panels, const uint8_t *file_rows, uint32_t first, uint32_t n, uint8_t *panel)
+{
+    for (uint32_t r = 0; r < n; r++) {
+        const uint8_t *row = file_rows + (size_t)(first + r) * panels->cols * 2;
+        uint8_t *to = panel + r / 16 * UNIT_HALF + r % 16 * 4;
+        for (size_t k = 0; k < panels->cols; k += 2)
+            memcpy(to + k / BF16_UNIT * 2 * UNIT_HALF + k % BF16_UNIT / 2 * LINE, row + k * 2, k + 1 < panels->cols ? 4 : 2);
     }
 }
 
@@ -189,7 +202,9 @@ uint32_t panels_pack(const struct panels *panels, const struct quant_format *for
     size_t row_bytes = quant_row_bytes(format, panels->cols);
 
     memset(panel, 0, panels->panel_bytes);
-    if (panels->scales == QUANT_FLOAT)
+    if (panels->kind == PANEL_BF16)
+        pack_bf16(panels, file_rows, first, n, panel);
+    else if (panels->scales == QUANT_FLOAT)
         pack_float(panels, format->block_bytes, file_rows, first, n, panel);
     for (uint32_t r = 0; r < n; r++) {
         const uint8_t *row = (const uint8_t *)file_rows + (first + r) * row_bytes;

@@ -15,7 +15,7 @@
  *
  *   line g:  row 0: columns 4g..4g+3 | row 1: columns 4g..4g+3 | ... | row 15      (bit i of a plane's g-th 64: byte i of line g)
  *
- * A float panel is [columns][32] values of the file's type.
+ * A float panel is [columns][32] values of the file's type; BF16's is in grouped_panels.h.
  *
  * Activations are quantized to match: q = rne(x * 127 / amax), d = amax / 127 per row and group, in tiles of up to 16 rows. A
  * tile of T rows is contiguous: q[groups][T][32], d, s, sum[groups][T].
@@ -50,6 +50,9 @@ enum panel_kind {
     PANEL_SUPER16_6,
     PANEL_INT16_SCALE_4,
     PANEL_INT16_MIN_4,
+    PANEL_W8A8, /* grouped_panels.h */
+    PANEL_W4A16,
+    PANEL_W4A16_ZEROS,
     PANEL_KINDS
 };
 
@@ -96,6 +99,7 @@ struct panels {
     uint32_t bits, offset;
     enum quant_scales scales;
     uint32_t rows, cols;
+    uint32_t group; /* W8A8, W4A16 */
     uint32_t n_panels;
     size_t panel_bytes;
     uint8_t *data; /* [n_panels][panel_bytes], 64-byte aligned */
@@ -104,6 +108,11 @@ struct panels {
 static inline bool panels_int16(const struct panels *panels)
 {
     return panels->kind == PANEL_INT16_SCALE_4 || panels->kind == PANEL_INT16_MIN_4;
+}
+
+static inline bool panels_w4a16(const struct panels *panels)
+{
+    return panels->kind == PANEL_W4A16 || panels->kind == PANEL_W4A16_ZEROS;
 }
 
 /* False if no panel layout fits the format. int16: that arithmetic where it covers the format. Sets everything but data. */
@@ -124,6 +133,11 @@ struct acts {
     int32_t *high_sum, *low_sum; /* as the low 16 bits; the upper are 0 */
     uint32_t sums_below;         /* as many rows and more are multiplied by kernels that need no sums */
     float *row_scale;            /* [rows] 2^16 amax / 32512 */
+
+    /* grouped_panels.h */
+    uint8_t *rows8;
+    float *row8_scale; /* [rows] */
+    uint16_t *rows16;
 };
 
 /* One product's destination: out[row * ld + n] = value (+ bias[n]), or += value. */

@@ -62,6 +62,13 @@ V_INLINE v16 v16_from_bf16(const uint16_t *p)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
+/* 32 BF16: those at even and those at odd places */
+V_INLINE void v16_bf16_pairs(const uint8_t *p, v16 *even, v16 *odd)
+{
+    __m512i pairs = _mm512_loadu_si512(p);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
+}
 V_INLINE v16 v16_from_u8(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 V_INLINE v16 v16_from_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 /* lanes i with i < n keep a, the others become b */
@@ -214,6 +221,13 @@ V_INLINE __m256 v8_from_bf16(const uint16_t *p)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_EACH(v8_from_bf16(p), v8_from_bf16(p + 8)); }
+V_INLINE void v16_bf16_pairs(const uint8_t *p, v16 *even, v16 *odd)
+{
+    __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 32));
+    __m256i upper = _mm256_set1_epi32((int32_t)0xffff0000u);
+    *even = V16_EACH(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)));
+    *odd = V16_EACH(_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper)));
+}
 V_INLINE __m256 v8_from_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
 V_INLINE __m256 v8_from_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
 V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_EACH(v8_from_u8(p), v8_from_u8(p + 8)); }
@@ -414,6 +428,15 @@ V_INLINE void v16_to_f16(uint16_t *p, v16 a)
         p[i] = f32_to_f16(a.f[i]);
 }
 V_INLINE v16 v16_from_bf16(const uint16_t *p) { return V16_LANES(bf16_to_f32(p[i])); }
+V_INLINE void v16_bf16_pairs(const uint8_t *p, v16 *even, v16 *odd)
+{
+    for (int i = 0; i < 16; i++) {
+        uint32_t pair;
+        memcpy(&pair, p + 4 * i, sizeof pair);
+        even->f[i] = bits_f32(pair << 16);
+        odd->f[i] = bits_f32(pair & 0xffff0000u);
+    }
+}
 V_INLINE v16 v16_from_u8(const uint8_t *p) { return V16_LANES((float)p[i]); }
 V_INLINE v16 v16_from_i8(const int8_t *p) { return V16_LANES((float)p[i]); }
 V_INLINE v16 v16_first(int n, v16 a, v16 b) { return V16_LANES(i < n ? a.f[i] : b.f[i]); }
