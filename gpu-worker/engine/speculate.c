@@ -28,8 +28,9 @@ static const double most_beyond = 0.1;                   /* share of recent toke
 static const double window = 50;                         /* verifications that count */
 static const double raise_over = 0.8, lower_under = 0.5; /* acceptance */
 static const double least_gain = 1.04, worth_catching_up = 1.1;
+static const double least_gain_beside = 1.15;    /* in a batch: those without drafts wait for what the drafts of others take */
 static const double most_spare = 1;              /* steps: a burst of probes would be felt */
-static const double at_first = 30, fades = 0.02; /* steps left for probes before anything is known; what is not used, fades */
+static const double at_first = 30, fades = 0.05; /* steps left for probes before anything is known; what is not used, fades */
 static const double for_probes = 0.005;          /* share of all time that drafts may take that do not seem to pay */
 
 /* What is known of the sequence in a slot. */
@@ -362,7 +363,7 @@ static struct candidate *most_promising(struct speculate *spec, uint32_t n)
 static void choose_by_goodput(struct speculate *spec, uint32_t n, double spent)
 {
     double tokens = spec->plain_tokens, plain = tokens / step_cost_of(spec->cost, spec->base),
-           best = spent < 0 ? least_gain * plain : 0;
+           best = spent < 0 ? (spec->base > 1 ? least_gain_beside : least_gain) * plain : 0;
     uint32_t n_best = 0, n_order = 0, n_unproven = 0, depth = 0, drafting = 0;
     struct candidate *next;
 
@@ -677,8 +678,11 @@ void speculate_timed(struct speculate *spec, const struct step_plan *plan, doubl
 {
     settle_probes(spec, plan, seconds);
     spec->last_prefill = plan->n_rows - plan->n_decodes - plan->n_drafts;
-    spec->spare += for_probes * seconds + (spec->most_spare > 0 ? 0 : at_first * seconds);
-    spec->most_spare = most_spare * seconds;
+    spec->spare += for_probes * seconds;
+    if (!spec->last_prefill) {
+        spec->spare += spec->most_spare > 0 ? 0 : at_first * seconds;
+        spec->most_spare = most_spare * seconds;
+    }
     if (spec->spare > spec->most_spare)
         spec->spare += fades * (spec->most_spare - spec->spare);
     step_cost_add(&spec->costs[spec->last_prefill > 0], plan->n_rows, seconds);

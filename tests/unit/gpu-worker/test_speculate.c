@@ -23,6 +23,7 @@ static void open_world(uint32_t n, struct speculate_options options)
 {
     struct kvg_error err;
 
+    srand(1);
     engine_metrics_init(&metrics);
     options.n_slots = MOST;
     options.most_drafts = 128;
