@@ -367,6 +367,10 @@ bench-cpu-table:
 bench-kernels: COUNTS ?= 1,8,32,512
 bench-kernels: $(B)/tests/bench/bench_kernels
 	@for format in $(or $(FORMATS),Q4_1 Q8_0); do $< $$format $(or $(ISAS),auto) 0 9 $(COUNTS) || exit; done
+#: bench-quant             one model in BF16, W8A8 and INT4: bytes, speed, loss (FORMS WHAT RUNS KL_TOKENS ITEMS)
+bench-quant: deps models-all
+	$(MAKE) -j$(JOBS) programs tools
+	B=$(B) $(PYTHON) tests/bench/bench_quant.py
 #: bench-latency           what waits for what in one worker (ONLY="start step streams hit busy")
 bench-latency: deps models-test
 	$(MAKE) -j$(JOBS) programs tools
@@ -412,5 +416,5 @@ help:
 	@sed -n 's/^#: /  /p' Makefile
 
 .PHONY: bench-kernels bench-latency all cuda test-cuda gpu-check $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
-        bench-routing bench-redis bench-gateway bench-cpu bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
+        bench-routing bench-redis bench-gateway bench-cpu bench-quant bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

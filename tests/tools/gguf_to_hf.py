@@ -3,7 +3,8 @@
 
 usage: gguf_to_hf.py MODEL.gguf DIR [--tokenizer]     architectures: llama, qwen2
 
-    DIR/model.safetensors, config.json, generation_config.json    and with --tokenizer what transformers makes of the file's tokenizer
+    DIR/model.safetensors, config.json, generation_config.json    and with --tokenizer the file's tokenizer: qwen2's,
+                                                                  of others what transformers makes of it (needs torch)
 
 Matrices are dequantized to f32 and rounded once, to nearest even. llama.cpp keeps the rows of llama's Q and K interleaved for its
 rotary embedding; they are put back in the order of the paper's halves.
@@ -20,6 +21,7 @@ NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
 PARTS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
          "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
          "ffn_down": "mlp.down_proj"}
+QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CLASSES = {"llama": ("LlamaForCausalLM", "llama"), "qwen2": ("Qwen2ForCausalLM", "qwen2")}
 
 
@@ -99,6 +101,26 @@ def write_safetensors(path, model):
     os.replace(path + ".part", path)
 
 
+def write_qwen2_tokenizer(model, folder):
+    """tokenizer.json and tokenizer_config.json of a file whose tokenizer is qwen2's byte-level BPE."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    tokens, kinds = model.field("tokenizer.ggml.tokens"), model.field("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in model.field("tokenizer.ggml.merges")]
+    added = [i for i, kind in enumerate(kinds) if kind in (3, 4)]  # control, user-defined; 5 = unused
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens) if kinds[i] == 1}, merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in added])
+    if any(tokenizer.token_to_id(tokens[i]) != i for i in added):
+        sys.exit("gguf_to_hf: special tokens do not follow the others")
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+    name = lambda key: None if model.field(key) is None else tokens[model.field(key)]  # noqa: E731
+    write_json(folder, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": name("tokenizer.ggml.eos_token_id"),
+                                                 "pad_token": name("tokenizer.ggml.padding_token_id"), "add_bos_token": False,
+                                                 "chat_template": model.field("tokenizer.chat_template")})
+
+
 def write_json(folder, name, value):
     with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1)
@@ -114,7 +136,9 @@ def main():
     config = model.config()
     write_json(folder, "config.json", config)
     write_json(folder, "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id")})
-    if "--tokenizer" in sys.argv:
+    if "--tokenizer" in sys.argv and model.field("tokenizer.ggml.pre") == "qwen2":
+        write_qwen2_tokenizer(model, folder)
+    elif "--tokenizer" in sys.argv:
         import transformers
         transformers.AutoTokenizer.from_pretrained(os.path.dirname(os.path.abspath(path)), gguf_file=os.path.basename(path)).save_pretrained(folder)
     write_safetensors(os.path.join(folder, "model.safetensors"), model)
