@@ -56,9 +56,9 @@ def other(engine, folder, tmp_path):
 LIMITS = {("transformers", "source"): 0.005, ("vllm", "source"): 0.06, ("transformers", "w8a8"): 0.06, ("vllm", "w8a8"): 0.07}
 
 
+# vLLM 0.32 refuses desc_act.
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["source", *FORMATS])
-@pytest.mark.parametrize("engine", PYTHONS)
+@pytest.mark.parametrize("engine, name", [(e, n) for e in PYTHONS for n in ("source", *FORMATS) if (e, n) != ("vllm", "gptq-int4 act-order")])
 def test_other_engines_give_what_the_codes_mean(engine, name, folders, tmp_path):
     got = other(engine, folders[name], tmp_path)
     done, twin = small.run(folders[name if name == "source" else name + " twin"], tmp_path)
