@@ -23,7 +23,8 @@ ORDERS = ["fwd", "rev", "rand1"]
 BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "rand2"), ("asan", "rev")]
 # The whole model takes half a minute in the plain build and ten times as long in the CHECK build: a part of it in the slow builds, by
 # the names of tests, and all of it in all builds and orders with FULL=1 (make test-long).
-SLOW = {"backend/test_cuda_model": [("plain", "rev"), ("check", "fwd", "test_logits_of_q4_k*"), ("asan", "rev", "test_logits_of_q8_0*")]}
+SLOW = {"backend/test_cuda_group": [("plain", "rev"), ("check", "fwd", "*refused*"), ("asan", "rev", "*refused*")],
+        "backend/test_cuda_model": [("plain", "rev"), ("check", "fwd", "test_logits_of_q4_k*"), ("asan", "rev", "test_logits_of_q8_0*")]}
 FULL = bool(os.environ.get("FULL"))
 PROFILED = ("backend/test_cuda_ops", "check", "fwd")
 LIMIT = 480  # seconds for one program; the slowest takes a fifth of it on an idle machine

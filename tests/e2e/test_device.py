@@ -19,9 +19,9 @@ def toy(tmp_path_factory):
     return path
 
 
-def worker(toy, device, file, monkeypatch):
+def worker(toy, device, file, monkeypatch, *args):
     monkeypatch.setenv("KVGATE_CUDA", file)
-    return Worker("--device", device, "--num-kv-blocks", "64", model=toy, served="toy", gateway=False)
+    return Worker("--device", device, "--num-kv-blocks", "64", *args, model=toy, served="toy", gateway=False)
 
 
 def answers(worker):
@@ -42,6 +42,37 @@ def test_the_emulated_device_answers_as_the_cpu_does(toy, monkeypatch):
         assert answers(cuda) == expected
         assert answers(cuda) == expected  # from the cache now
     assert len(set(expected)) > 1
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_two_emulated_devices_answer_as_the_cpu_does(tmp_path, monkeypatch):
+    path = str(tmp_path / "toy.gguf")
+    toy_model.scripted(path, vocab := toy_model.Vocabulary(pieces=["left ", "right ", "up ", "down "]),
+                       toy_model.chain(vocab, ["a", "left ", "right ", "up ", "down ", vocab.eos]), heads=2, kv_heads=2, head_dim=32, ffn=64,
+                       layers=2, history=0.05)
+    said = []
+    monkeypatch.setenv("CUSIM_DEVICES", "2")
+    for device, args in (("cpu", ()), ("cuda", ("--tensor-parallel-size", "2"))):
+        with worker(path, device, EMULATED, monkeypatch, *args) as one:
+            said += [one.openai(timeout=240).completions.create(model="toy", prompt="a", max_tokens=8, temperature=0, logprobs=1)
+                     for _ in range(2)]
+            assert device == "cpu" or "2 ranks of cuda" in one.log()
+    assert [s.choices[0].text for s in said] == ["left right up down "] * 4
+    for s in said[2:]:  # history shifts log-probabilities: a wrong sum of the ranks would, too
+        assert s.choices[0].logprobs.token_logprobs == pytest.approx(said[0].choices[0].logprobs.token_logprobs, abs=0.02)
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_more_ranks_than_devices_are_refused_in_one_line(toy, monkeypatch):
+    process = worker(toy, "cuda", EMULATED, monkeypatch, "--tensor-parallel-size", "2")
+    monkeypatch.setenv("CUSIM_DEVICES", "1")
+    try:
+        done = subprocess.run(process.command(), capture_output=True, text=True, timeout=60)
+    finally:
+        process.close()
+    assert done.returncode == 1
+    faults = [line for line in done.stderr.splitlines() if " info " not in line]
+    assert len(faults) == 1 and "--tensor-parallel-size 2 needs as many GPUs, and there is 1" in faults[0]
 
 
 def test_auto_without_a_device_says_so_once_and_runs_on_the_cpu(toy, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "gpu-worker/backend/cuda/comm_nccl.h"
 #include "gpu-worker/backend/cuda/sample_host.h"
 #include "gpu-worker/backend/cuda_plugin.h"
 
@@ -24,6 +25,8 @@ static void cuda_close(struct backend *backend)
     cuda_close_sampling(cuda);
     cuda_close_step(cuda);
     cuda_free_memory(cuda);
+    if (cuda->comm)
+        cuda->comm->ops->close(cuda->comm);
     if (cuda->stream)
         cudaStreamDestroy(cuda->stream);
     free(cuda->ops);
@@ -48,22 +51,32 @@ static const struct backend_ops cuda_ops = {
     .attention = cuda_attention,
     .silu_mul = cuda_silu_mul,
     .gather = cuda_gather,
+    .all_reduce = cuda_all_reduce,
+    .gather_columns = cuda_gather_columns,
     .sample = cuda_sample,
     .host = cuda_host,
 };
 
-/* The first device, if it is new enough. */
+/* The first device, or of a group the rank's, if it is new enough. */
 static int choose_device(struct cuda_backend *cuda, struct kvg_error *err)
 {
     struct cudaDeviceProp properties;
-    int n = 0;
+    const struct comm *group = cuda->options.comm;
+    int n = 0, device = group ? (int)group->rank : 0;
     cudaError_t error = cudaGetDeviceCount(&n);
     if (error != cudaSuccess || n == 0) {
         cudaGetLastError();
         return kvg_fail(err, KVG_UNSUPPORTED, "cuda: no GPU here: %s", error ? cudaGetErrorString(error) : "no device");
     }
-    if ((error = cudaSetDevice(0)) != cudaSuccess || (error = cudaGetDeviceProperties(&properties, 0)) != cudaSuccess)
-        return cuda_failed(error, err, "device 0");
+    if (group && group->size > (uint32_t)n)
+        return kvg_fail(err, KVG_UNSUPPORTED, "cuda: --tensor-parallel-size %u needs as many GPUs, and there %s %d", group->size,
+                        n == 1 ? "is" : "are", n);
+    if (group && group->size > 2 && cuda->options.deterministic)
+        return kvg_fail(err, KVG_INVALID,
+                        "cuda: --deterministic with %u ranks: NCCL's sums of more than 2 depend on the batch's size",
+                        group->size);
+    if ((error = cudaSetDevice(device)) != cudaSuccess || (error = cudaGetDeviceProperties(&properties, device)) != cudaSuccess)
+        return cuda_failed(error, err, "the device");
     if (properties.major < COMPUTE_MAJOR_MIN)
         return kvg_fail(err, KVG_UNSUPPORTED, "cuda: %s has compute capability %d.%d, this build needs %d.0", properties.name,
                         properties.major, properties.minor, COMPUTE_MAJOR_MIN);
@@ -86,7 +99,10 @@ int kvgate_cuda_open(struct backend **out, const struct backend_options *options
     cuda->options = *options;
     cuda->most_rows = options->max_rows > options->max_outputs ? options->max_rows : options->max_outputs;
     cuda->max_parts = options->max_seqs > PARTS_MIN ? options->max_seqs : PARTS_MIN;
-    if ((failed = choose_device(cuda, err)) || (failed = matmul_prepare(err)) || (failed = attention_prepare(err)) ||
+    failed = comm_agree(options->comm, choose_device(cuda, err), err);
+    if (!failed && options->comm)
+        failed = comm_nccl_open(&cuda->comm, options->comm, cuda->stream, err);
+    if (failed || (failed = matmul_prepare(err)) || (failed = attention_prepare(err)) ||
         (!options->deterministic && !options->eager && (failed = cuda_open_graphs(cuda, err)))) {
         cuda_close(&cuda->base);
         return failed;

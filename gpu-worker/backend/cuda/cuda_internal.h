@@ -26,16 +26,28 @@ struct tensor {
     float *host;          /* of the `host` op */
 };
 
-enum op_kind { OP_EMBED, OP_RMSNORM, OP_MATMUL, OP_ANGLES, OP_ROPE_STORE, OP_ATTENTION, OP_SILU_MUL, OP_GATHER };
+enum op_kind {
+    OP_EMBED,
+    OP_RMSNORM,
+    OP_MATMUL,
+    OP_ANGLES,
+    OP_ROPE_STORE,
+    OP_ATTENTION,
+    OP_SILU_MUL,
+    OP_GATHER,
+    OP_ALL_REDUCE,
+    OP_GATHER_COLUMNS
+};
 struct op {
     enum op_kind kind;
     uint32_t n;
-    const struct tensor *x, *weight; /* EMBED: x = table; ANGLES: x = frequencies; SILU_MUL: x = up */
-    struct tensor *out;
+    const struct tensor *x, *weight; /* EMBED: x = table; ANGLES: x = frequencies; SILU_MUL: x = up; GATHER_COLUMNS: x = part */
+    struct tensor *out;              /* GATHER_COLUMNS: NULL on ranks other than 0 */
     float eps;
     struct backend_matmul matmul;
     struct backend_rope rope;
     struct backend_attention attention;
+    uint32_t cols; /* GATHER_COLUMNS */
 };
 
 /* The rounded forms of an activation that a product may want, in scratch: int8 groups, or 16-bit floats [rows][ld] with zeros
@@ -97,6 +109,9 @@ struct cuda_backend {
 
     struct sample_buffers *sampling;
     struct graph_cache *graphs; /* NULL: every kernel is launched by itself */
+
+    struct comm *comm; /* of the group's devices; NULL: this one alone */
+    uint32_t widest_activation;
 };
 
 static inline struct cuda_backend *cuda_of(struct backend *backend)
@@ -159,6 +174,8 @@ void cuda_rope_store(struct backend *backend, const struct backend_rope *args);
 void cuda_attention(struct backend *backend, const struct backend_attention *args);
 void cuda_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
 void cuda_gather(struct backend *backend, const struct tensor *x, struct tensor *out);
+void cuda_all_reduce(struct backend *backend, uint32_t n, struct tensor *x);
+void cuda_gather_columns(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols);
 
 /* run.c: queues the kernels of the recorded ops, by a graph where it can. */
 void cuda_run(struct cuda_backend *cuda);

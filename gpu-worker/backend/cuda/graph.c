@@ -57,7 +57,8 @@ uint32_t graph_bucket(uint32_t n)
 /* Compares what the kernels of an op are launched with. */
 static bool same_op(const struct op *a, const struct op *b)
 {
-    if (a->kind != b->kind || a->x != b->x || a->weight != b->weight || a->out != b->out || a->eps != b->eps)
+    if (a->kind != b->kind || a->x != b->x || a->weight != b->weight || a->out != b->out || a->eps != b->eps ||
+        a->cols != b->cols)
         return false;
     if (a->kind == OP_MATMUL) {
         const struct backend_matmul *m = &a->matmul, *n = &b->matmul;

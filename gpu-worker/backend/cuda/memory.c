@@ -1,6 +1,7 @@
 /* Tensors, scratch and the KV pool: everything the CUDA backend allocates on the device, all before the first step. */
 #include <stdlib.h>
 #include <string.h>
+#include "gpu-worker/backend/cuda/comm_nccl.h"
 #include "gpu-worker/backend/cuda/sample_host.h"
 
 int cuda_alloc(void **out, size_t n, const char *what, struct kvg_error *err)
@@ -49,6 +50,7 @@ int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows,
     if (failed)
         return failed;
     *out = tensor;
+    cuda->widest_activation = cols > cuda->widest_activation ? cols : cuda->widest_activation;
     return cuda_failed(cudaMemset(tensor->data, 0, bytes), err, "clearing activations"); /* rows of padding are read */
 }
 
@@ -198,6 +200,16 @@ static int alloc_squares(struct cuda_backend *cuda, struct kvg_error *err)
                       "sums of squares", err);
 }
 
+/* A rank's part of the logits is narrower than they are, and its neighbour's may be a column wider. */
+static int alloc_outputs(struct cuda_backend *cuda, struct kvg_error *err)
+{
+    uint32_t part = cuda->widest_output, all = cuda->widest_activation > part ? cuda->widest_activation : part;
+    int failed = cuda_open_sampling(cuda, cuda->comm ? all : part, err);
+    if (failed || !cuda->comm)
+        return failed;
+    return comm_nccl_reserve(cuda->comm, (size_t)cuda->options.max_outputs * (part + 1), err);
+}
+
 int cuda_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err)
 {
     struct cuda_backend *cuda = cuda_of(backend);
@@ -207,7 +219,7 @@ int cuda_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct k
         return failed;
     cuda->kv = *kv;
     if ((failed = alloc_parts(cuda, err)) || (failed = alloc_squares(cuda, err)) || (failed = cuda_open_step(cuda, err)) ||
-        (failed = cuda_open_sampling(cuda, cuda->widest_output, err)))
+        (failed = alloc_outputs(cuda, err)))
         return failed;
     cudaMemGetInfo(&free_bytes, &total);
     if (cuda_alloc((void **)&cuda->kv_memory, bytes, "KV blocks", err))

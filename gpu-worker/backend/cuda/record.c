@@ -57,6 +57,18 @@ void cuda_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, con
     record(backend, &op);
 }
 
+void cuda_all_reduce(struct backend *backend, uint32_t n, struct tensor *x)
+{
+    struct op op = {.kind = OP_ALL_REDUCE, .n = n, .x = x, .out = x};
+    record(backend, &op);
+}
+
+void cuda_gather_columns(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols)
+{
+    struct op op = {.kind = OP_GATHER_COLUMNS, .n = n, .x = part, .out = out, .cols = cols};
+    record(backend, &op);
+}
+
 void cuda_gather(struct backend *backend, const struct tensor *x, struct tensor *out)
 {
     struct op op = {.kind = OP_GATHER, .n = cuda_of(backend)->n_outputs, .x = x, .out = out};

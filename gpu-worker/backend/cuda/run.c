@@ -11,6 +11,7 @@
  *   matmul gate, up + silu_mul
  *   matmul, + rmsnorm           x += W gate; the next layer's norm
  */
+#include "gpu-worker/backend/comm.h"
 #include "gpu-worker/backend/cuda/cuda_internal.h"
 
 static struct acts groups_scratch(const struct cuda_backend *cuda, uint32_t at, uint32_t cols)
@@ -270,6 +271,18 @@ static uint32_t run_rope_store(struct cuda_backend *cuda, const struct op *op)
     return 2;
 }
 
+/* What the group's table reports is the step's failure. */
+static void run_all_reduce(struct cuda_backend *cuda, const struct op *op)
+{
+    cuda->comm->ops->all_reduce(cuda->comm, op->out->data, (size_t)op->n * op->out->cols, &cuda->failure);
+}
+
+static void run_gather_columns(struct cuda_backend *cuda, const struct op *op)
+{
+    float *out = op->out ? op->out->data : NULL;
+    cuda->comm->ops->gather(cuda->comm, op->x->data, out, op->n, op->cols, &cuda->failure);
+}
+
 /* How many ops have been run: the next one may go along. */
 static uint32_t run_op(struct cuda_backend *cuda, const struct op *op)
 {
@@ -299,6 +312,12 @@ static uint32_t run_op(struct cuda_backend *cuda, const struct op *op)
         return 1;
     case OP_GATHER:
         launch_gather(cuda, op);
+        break;
+    case OP_ALL_REDUCE:
+        run_all_reduce(cuda, op);
+        break;
+    case OP_GATHER_COLUMNS:
+        run_gather_columns(cuda, op);
         break;
     }
     is_written(cuda, op->out);
