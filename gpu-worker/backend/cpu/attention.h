@@ -54,7 +54,7 @@ struct attention_tile {
     const struct kv_layer *kv;
     const uint32_t *blocks;
     uint32_t kv_head, n_rows, last; /* last: the largest position */
-    uint32_t segment;               /* the one to compute where the result is a partial state; else WHOLE */
+    uint32_t segment, n_segments;   /* those to compute where the results are partial states; else WHOLE */
     uint32_t begin, end;            /* positions of the keys that the thread goes through, call after call: to fetch ahead */
     bool next_head;                 /* it goes on with the same positions of the next kv head */
     const float *q[ATTENTION_TILE]; /* [head_dim] each */
@@ -144,7 +144,7 @@ struct attention_kernels {
      * row to row. */
     void (*store_run)(const struct kv_layer *kv, uint32_t block, uint32_t slot, uint32_t kv_head, const float *k, size_t k_stride,
                       const float *v, size_t v_stride);
-    /* partial NULL: the rows' results to tile->out. Else the state over tile->segment alone. */
+    /* partial NULL: the rows' results to tile->out. Else tile->n_segments states, each over one segment alone. */
     void (*attend)(const struct attention_tile *tile, struct attention_scratch *s, const struct attention_state *partial);
     /* The results from the n states of all segments, which it overwrites. */
     void (*combine)(const struct attention_tile *tile, const struct attention_state *states, uint32_t n);

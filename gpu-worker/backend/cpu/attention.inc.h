@@ -249,7 +249,13 @@ static void attend_keys(const struct attention_tile *tile, struct vector_scratch
     for (uint32_t r = 0; r < tile->n_rows; r++) {
         int64_t n = (int64_t)tile->position[r] + 1 - first;
         int64_t low = (int64_t)window_start(tile, r) - first;
-        softmax_row(s, state, r, low > KEY_TILE ? KEY_TILE : low < 0 ? 0 : (int)low, n > KEY_TILE ? KEY_TILE : n < 0 ? 0 : (int)n);
+        softmax_row(s, state, r,
+                    low > KEY_TILE ? KEY_TILE
+                    : low < 0      ? 0
+                                   : (int)low,
+                    n > KEY_TILE ? KEY_TILE
+                    : n < 0      ? 0
+                                 : (int)n);
     }
     for (uint32_t r = 0; r < tile->n_rows; r += V_ATTENTION_ROWS) {
         int n = (int)(tile->n_rows - r < V_ATTENTION_ROWS ? tile->n_rows - r : V_ATTENTION_ROWS);
@@ -338,7 +344,8 @@ V_INLINE void attend(enum backend_kv_dtype dtype, const struct attention_tile *t
         for (uint32_t d = 0; d < head_dim; d += 16)
             v16_store(s->q + (size_t)r * head_dim + d, v16_mul(v16_load(tile->q[r] + d), scale));
     if (partial) {
-        attend_segment(dtype, tile, s, tile->segment, partial);
+        for (uint32_t i = 0; i < tile->n_segments; i++)
+            attend_segment(dtype, tile, s, tile->segment + i, &partial[i]);
         return;
     }
     struct attention_state total = attention_state_at(scratch->states[0], tile->n_rows, head_dim);

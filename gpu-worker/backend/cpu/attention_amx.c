@@ -157,24 +157,36 @@ V_INLINE void prepare_values(enum backend_kv_dtype dtype, const struct kv_layer 
     }
 }
 
-/* Sixteenth i of the keys and values of a later step on its way from memory. Asked for all at once they would wait for each
- * other, and the step with them. */
-V_INLINE void fetch_part(const struct kv_layer *kv, const struct key_pages *pages, uint32_t i)
+/* Keys and values of a later step, asked for beside the softmax of this one, a little with each 4 keys of each block of rows.
+ * Asked for all at once they would wait for each other, and the step with them. */
+struct fetch {
+    const struct kv_layer *kv;
+    struct key_pages pages;
+    uint32_t at, each; /* the next of its FETCHES parts, so many with each 4 keys */
+};
+enum { FETCHES = KEY_TILE };
+
+V_INLINE void fetch_part(const struct kv_layer *kv, const struct key_pages *pages, uint32_t part)
 {
-    uint32_t page = i / 4;
+    uint32_t page = part / KV_PAGE, key = part % KV_PAGE, k_bytes = kv->key_dim * kv->value_bytes,
+             v_bytes = kv->head_dim * kv->value_bytes;
     if (page >= pages->n_pages)
         return;
-    uint32_t k_bytes = kv->key_dim * KV_PAGE / 4 * kv->value_bytes, v_bytes = kv->head_dim * KV_PAGE / 4 * kv->value_bytes;
-    const uint8_t *k = pages->page[page].k + i % 4 * k_bytes;
-    const uint8_t *v = pages->page[page].v + (size_t)pages->page[page].slot * kv->head_dim * kv->value_bytes + i % 4 * v_bytes;
-    if (kv->value_bytes == 1 && i % 4 == 0) {
+    if (kv->value_bytes == 1 && key == 0) {
         _mm_prefetch((const char *)pages->page[page].k_scales, _MM_HINT_T1);
         _mm_prefetch((const char *)pages->page[page].v_scales, _MM_HINT_T1);
     }
+    const uint8_t *k = pages->page[page].k + key * k_bytes, *v = pages->page[page].v + (pages->page[page].slot + key) * v_bytes;
     for (uint32_t at = 0; at < k_bytes; at += LINE_BYTES)
         _mm_prefetch((const char *)k + at, _MM_HINT_T1);
     for (uint32_t at = 0; at < v_bytes; at += LINE_BYTES)
         _mm_prefetch((const char *)v + at, _MM_HINT_T1);
+}
+
+V_INLINE void fetch_parts(struct fetch *fetch)
+{
+    for (uint32_t i = 0; i < fetch->each && fetch->at < FETCHES; i++)
+        fetch_part(fetch->kv, &fetch->pages, fetch->at++);
 }
 
 /* ---- scores ---- */
@@ -301,7 +313,7 @@ V_INLINE void store_keys(enum backend_kv_dtype dtype, bool masked, uint32_t widt
  * scores. */
 V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, uint32_t width, struct amx_scratch *s,
                            const struct operands *ops, const float *scores, __m512i position, uint32_t first, bool shifted,
-                           v16 shift, const struct kv_layer *kv, const struct key_pages *fetch)
+                           v16 shift, struct fetch *fetch)
 {
     uint32_t n = 4 * width / LANES;
     v16 sums[4] = {v16_set1(0), v16_set1(0), v16_set1(0), v16_set1(0)};
@@ -310,7 +322,7 @@ V_INLINE v16 probabilities(enum backend_kv_dtype dtype, bool masked, uint32_t wi
         v16 x[4];
         __mmask16 seen[4];
         if (fetch)
-            fetch_part(kv, fetch, key / 4);
+            fetch_parts(fetch);
         for (uint32_t j = 0; j < n; j++) {
             uint32_t at = key + j * LANES / width;
             seen[j] = masked ? sees(width, position, first + at) : (__mmask16)~0;
@@ -385,25 +397,25 @@ V_INLINE void open_segment(enum backend_kv_dtype dtype, bool masked, uint32_t wi
  * m moved. */
 V_INLINE bool softmax_64(enum backend_kv_dtype dtype, bool masked, uint32_t width, const struct shape *shape,
                          struct amx_scratch *s, const struct operands *ops, const struct attention_state *state, float *scores,
-                         uint32_t block, uint32_t first, bool opening, const struct kv_layer *kv, const struct key_pages *fetch)
+                         uint32_t block, uint32_t first, bool opening, struct fetch *fetch)
 {
     __m512i position = shape->position[block];
     float *l = state->l + block * LANES, *m = state->m + block * LANES;
     if (opening) {
-        v16_store(l, probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_load(m), kv, fetch));
+        v16_store(l, probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_load(m), fetch));
         return false;
     }
     if (dtype == KV_INT8)
         scale_scores(width, scores, ops);
     v16 shift = dtype == KV_INT8 ? v16_load(m) : v16_set1(0);
-    v16 sum = probabilities(dtype, masked, width, s, ops, scores, position, first, dtype == KV_INT8, shift, kv, fetch);
+    v16 sum = probabilities(dtype, masked, width, s, ops, scores, position, first, dtype == KV_INT8, shift, fetch);
     v16 old = v16_load(l);
     __mmask16 over = _mm512_cmp_ps_mask(sum, v16_set1(MOST_SUM), _CMP_GT_OQ);
     if (over) { /* rows that are not over keep their m: less 0, times 1 */
         v16 more = _mm512_maskz_mov_ps(over, v16_sub(largest(width, masked, scores, position, first), shift)),
             f = power_of_2(v16_sub(v16_set1(0), more));
         set_m(s, state, block, v16_add(v16_load(m), more));
-        sum = probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_add(shift, more), kv, NULL);
+        sum = probabilities(dtype, masked, width, s, ops, scores, position, first, true, v16_add(shift, more), NULL);
         old = v16_mul(old, f);
         rescale(shape, state, block, f);
     }
@@ -472,7 +484,8 @@ static void leave_empty(const struct shape *shape, const struct attention_state 
 
 /* Scores of the next 16 rows are on their way in the tiles while the softmax of these 16 runs. */
 V_INLINE void attend_keys(enum backend_kv_dtype dtype, const struct shape *shape, struct amx_scratch *s,
-                          const struct operands *ops, const struct attention_state *state, uint32_t first, bool opening)
+                          const struct operands *ops, const struct attention_state *state, uint32_t first, bool opening,
+                          struct fetch *fetch)
 {
     bool from_m = !opening && dtype != KV_INT8;
     uint32_t begin = 0;
@@ -487,28 +500,14 @@ V_INLINE void attend_keys(enum backend_kv_dtype dtype, const struct shape *shape
         if (opening)
             open_segment(dtype, masked, LANES, shape, s, ops, state, scores, b, first);
         if (masked)
-            softmax_64(dtype, true, LANES, shape, s, ops, state, scores, b, first, opening, NULL, NULL);
+            softmax_64(dtype, true, LANES, shape, s, ops, state, scores, b, first, opening, fetch);
         else
-            softmax_64(dtype, false, LANES, shape, s, ops, state, scores, b, first, opening, NULL, NULL);
+            softmax_64(dtype, false, LANES, shape, s, ops, state, scores, b, first, opening, fetch);
         add_values(dtype, LANES, shape, s, ops, state, b, opening);
     }
 }
 
-V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
-                            struct amx_scratch *s, uint32_t begin, uint32_t end, const struct attention_state *state)
-{
-    struct operands ops;
-    for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
-        leave_empty(shape, state, b);
-    for (uint32_t first = begin; first <= end; first += KEY_TILE) {
-        struct key_pages pages = find_pages(tile, tile->kv_head, first);
-        prepare_keys(dtype, shape, s, &pages, &ops);
-        prepare_values(dtype, tile->kv, s, &pages, &ops);
-        attend_keys(dtype, shape, s, &ops, state, first, first == begin);
-    }
-}
-
-/* What to fetch two steps ahead: keys from `first`, after the last of them those of the next head. */
+/* What to fetch: keys from `first`, after the last of them those of the next head. */
 static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t first)
 {
     struct key_pages none = {0};
@@ -516,6 +515,22 @@ static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t 
         return find_pages(tile, tile->kv_head, first);
     first -= tile->end / KEY_TILE * KEY_TILE + KEY_TILE - tile->begin;
     return tile->next_head && first <= tile->end ? find_pages(tile, tile->kv_head + 1, first) : none;
+}
+
+V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
+                            struct amx_scratch *s, uint32_t begin, uint32_t end, const struct attention_state *state)
+{
+    struct operands ops;
+    uint32_t each = (4 + shape->n_lane_blocks - 1) / shape->n_lane_blocks;
+    for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
+        leave_empty(shape, state, b);
+    for (uint32_t first = begin; first <= end; first += KEY_TILE) {
+        struct key_pages pages = find_pages(tile, tile->kv_head, first);
+        struct fetch fetch = {tile->kv, pages_ahead(tile, first + KEY_TILE), 0, each};
+        prepare_keys(dtype, shape, s, &pages, &ops);
+        prepare_values(dtype, tile->kv, s, &pages, &ops);
+        attend_keys(dtype, shape, s, &ops, state, first, first == begin, &fetch);
+    }
 }
 
 /* One block of rows. Here the scores of the next keys are on their way while the softmax of these runs, and the keys after them
@@ -529,7 +544,7 @@ V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const st
     prepare_keys(dtype, shape, s, &pages, &ops);
     score(dtype, width, shape, s, &ops, 0, false, s->s[0]);
     for (uint32_t first = begin, i = 0; first <= end; first += KEY_TILE, i++) {
-        struct key_pages ahead = pages_ahead(tile, first + 2 * KEY_TILE);
+        struct fetch fetch = {tile->kv, pages_ahead(tile, first + 2 * KEY_TILE), 0, 4};
         float *scores = s->s[i & 1], *next_scores = s->s[(i + 1) & 1];
         bool masked = shape->low[0] < first + KEY_TILE - 1, more = end - first >= KEY_TILE, opening = i == 0, moved;
         if (opening)
@@ -541,9 +556,9 @@ V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const st
         }
         prepare_values(dtype, tile->kv, s, &pages, &ops);
         if (masked)
-            moved = softmax_64(dtype, true, width, shape, s, &ops, state, scores, 0, first, opening, tile->kv, &ahead);
+            moved = softmax_64(dtype, true, width, shape, s, &ops, state, scores, 0, first, opening, &fetch);
         else
-            moved = softmax_64(dtype, false, width, shape, s, &ops, state, scores, 0, first, opening, tile->kv, &ahead);
+            moved = softmax_64(dtype, false, width, shape, s, &ops, state, scores, 0, first, opening, &fetch);
         if (moved && more && dtype != KV_INT8)
             score(dtype, width, shape, s, &next_ops, 0, true, next_scores);
         add_values(dtype, width, shape, s, &ops, state, 0, opening);
@@ -687,7 +702,8 @@ V_INLINE void attend(enum backend_kv_dtype dtype, const struct attention_tile *t
     prepare_queries(dtype, tile, &shape, &scratch->amx);
     amx_begin_columns(AMX_ROWS, AMX_ROW_BYTES, shape.width);
     if (partial) {
-        attend_segment(dtype, tile, &shape, &scratch->amx, tile->segment, partial);
+        for (uint32_t i = 0; i < tile->n_segments; i++)
+            attend_segment(dtype, tile, &shape, &scratch->amx, tile->segment + i, &partial[i]);
         amx_end();
         _mm_setcsr(control);
         return;

@@ -1,8 +1,8 @@
 /* The operation `attention`: how a step's rows become pieces for the thread pool.
  *
  * A tile is up to ATTENTION_TILE rows, (token, head of the group) pairs of one sequence, times one kv head. Where few tiles, or
- * one much longer than the others, would leave threads idle, the segments of a tile's keys are pieces of their own: each writes
- * its state to `partials`, and the thread that ends the last one combines them in order.
+ * one much longer than the others, would leave threads idle, runs of the segments of a tile's keys are pieces of their own: each
+ * writes its states to `partials`, and the thread that ends the last one combines them in order.
  *
  * Sequences that decode behind the same blocks (a system prompt, a conversation's fork) share the segments that lie in them:
  * these are computed first, with the rows of all of them in one tile, so that keys and values are read once, and full tiles
@@ -25,15 +25,17 @@ enum {
     MOST_CANDIDATES = 256,
     WORTH = 4,         /* a sequence shares where at least a quarter of its keys are common */
     MOST_SPLIT = 4096, /* pieces of a split step, of one kv head */
-    MOST_SEGMENTS = 1024
+    MOST_SEGMENTS = 1024,
+    MOST_BALANCED = 64, /* threads */
+    MOST_IDLE = 6       /* percent of the threads' time */
 };
 
 struct attention_piece {
-    uint32_t seq, tile; /* the tile of the sequence */
-    uint32_t segment;   /* or WHOLE */
-    uint32_t n_segments;
-    uint32_t index;  /* of the tile among split tiles */
-    uint32_t before; /* segments of split tiles before it */
+    uint32_t seq, tile;    /* the tile of the sequence */
+    uint32_t segment, run; /* the first of its segments and how many; or WHOLE */
+    uint32_t n_segments;   /* of the tile */
+    uint32_t index;        /* of the tile among split tiles */
+    uint32_t before;       /* segments of split tiles before it */
 };
 
 /* Rows of several sequences over the segments that they share. */
@@ -253,42 +255,86 @@ static void plan_whole_tiles(struct cpu_backend *cpu, struct attention_plan *pla
     }
 }
 
-/* Whether the longest tile alone can keep the other threads waiting for a tenth of the work, and splitting has the room. */
-static bool should_split(const struct cpu_backend *cpu, const struct attention_plan *plan)
+/* Reading a segment and beginning with it takes about as long as two blocks of 16 rows. */
+static uint64_t cost_of(const struct cpu_backend *cpu, const struct attention_piece *piece)
 {
+    uint32_t tile_rows = cpu->plan->tile_rows, rows = rows_of(cpu, piece->seq) - piece->tile * tile_rows;
+    return 2 + ((rows < tile_rows ? rows : tile_rows) + 15) / 16;
+}
+
+/* Whether threads that take pieces of at most `run` segments as they come end at about the same time. */
+static bool balanced(const struct cpu_backend *cpu, uint32_t run)
+{
+    const struct attention_plan *plan = cpu->plan;
+    uint32_t threads = thread_pool_size(cpu->pool);
+    uint64_t load[MOST_BALANCED] = {0}, total = 0, most = 0;
+    if (threads > MOST_BALANCED)
+        return run == 1;
+    for (uint32_t i = 0; i < plan->n_pieces; i++) {
+        const struct attention_piece *piece = &plan->pieces[i];
+        for (uint32_t j = 0; j < piece->n_segments; j += run)
+            for (uint32_t kv = 0; kv < cpu->kv.n_kv_heads; kv++) {
+                uint32_t n = piece->n_segments - j < run ? piece->n_segments - j : run, idle = 0;
+                for (uint32_t t = 1; t < threads; t++)
+                    idle = load[t] < load[idle] ? t : idle;
+                load[idle] += n * cost_of(cpu, piece);
+                total += n * cost_of(cpu, piece);
+                most = load[idle] > most ? load[idle] : most;
+            }
+    }
+    return most * threads * 100 <= total * (100 + MOST_IDLE);
+}
+
+/* Segments of a piece at most: as many as leave no thread idle, because each piece has a price of its own. */
+static uint32_t choose_run(const struct cpu_backend *cpu)
+{
+    const struct attention_plan *plan = cpu->plan;
     uint64_t segments = 0;
-    uint32_t longest = 0, n_kv = cpu->kv.n_kv_heads, threads = thread_pool_size(cpu->pool);
+    uint32_t longest = 1, n_kv = cpu->kv.n_kv_heads;
     for (uint32_t i = 0; i < plan->n_pieces; i++) {
         uint32_t n = plan->pieces[i].n_segments;
         segments += n;
         longest = n > longest ? n : longest;
     }
-    if (threads == 1 || longest < 2 || longest > MOST_SEGMENTS || segments > MOST_SPLIT)
-        return false;
-    if (segments * n_kv * plan->partial_floats * sizeof(float) > PARTIAL_BYTES)
-        return false;
-    return (uint64_t)longest * threads * 10 > segments * n_kv;
+    if (thread_pool_size(cpu->pool) == 1 || longest > MOST_SEGMENTS || segments > MOST_SPLIT ||
+        segments * n_kv * plan->partial_floats * sizeof(float) > PARTIAL_BYTES)
+        return longest;
+    uint32_t run = longest;
+    while (run > 1 && !balanced(cpu, run))
+        run = (run + 1) / 2;
+    return run;
+}
+
+static uint32_t n_runs(const struct attention_piece *piece, uint32_t run)
+{
+    return (piece->n_segments + run - 1) / run;
 }
 
 /* Pieces are spread from the back so that none is overwritten before it is read. */
-static void split_tiles(struct attention_plan *plan, uint32_t n_kv)
+static void split_tiles(struct attention_plan *plan, uint32_t run, uint32_t n_kv)
 {
     uint32_t n_tiles = plan->n_pieces, at = 0, index = 0;
+    plan->n_partials = 0;
     for (uint32_t i = 0; i < n_tiles; i++)
-        at += plan->pieces[i].n_segments;
-    plan->n_pieces = plan->n_partials = at;
-    for (uint32_t i = n_tiles; i-- > 0; index++) {
+        at += n_runs(&plan->pieces[i], run);
+    plan->n_pieces = at;
+    for (uint32_t i = n_tiles; i-- > 0;) {
         struct attention_piece piece = plan->pieces[i];
-        piece.index = index;
-        piece.before = at -= piece.n_segments;
+        at -= n_runs(&piece, run);
+        if (piece.n_segments <= run) {
+            plan->pieces[at] = piece;
+            continue;
+        }
+        piece.index = index++;
+        piece.before = plan->n_partials;
+        plan->n_partials += piece.n_segments;
         for (uint32_t kv = 0; kv < n_kv; kv++)
-            atomic_store_explicit(&plan->left[(size_t)kv * MOST_SPLIT + index], piece.n_segments, memory_order_relaxed);
-        for (uint32_t j = 0; piece.n_segments > 1 && j < piece.n_segments; j++) {
-            piece.segment = j;
+            atomic_store_explicit(&plan->left[(size_t)kv * MOST_SPLIT + piece.index], piece.n_segments, memory_order_relaxed);
+        for (uint32_t j = 0; j < n_runs(&piece, run); j++) {
+            piece.segment = j * run;
+            piece.run = piece.n_segments - piece.segment < run ? piece.n_segments - piece.segment : run;
             plan->pieces[at + j] = piece;
         }
-        if (piece.n_segments == 1)
-            plan->pieces[at] = piece;
     }
 }
 
@@ -306,8 +352,7 @@ void cpu_attention_begin(struct cpu_backend *cpu)
     plan->partial_floats = attention_state_floats(plan->tile_rows, cpu->kv.head_dim);
     plan_common_tiles(cpu);
     plan_whole_tiles(cpu, plan);
-    if (should_split(cpu, plan))
-        split_tiles(plan, cpu->kv.n_kv_heads);
+    split_tiles(plan, choose_run(cpu), cpu->kv.n_kv_heads);
     plan->chunk = choose_chunk(cpu, plan);
 }
 
@@ -331,8 +376,11 @@ static void describe_tile(const struct attention_job *job, const struct attentio
     tile->n_rows = n < tile_rows ? n : tile_rows;
     tile->last = seq->n_past + (first + tile->n_rows - 1) / group;
     tile->segment = piece->segment;
+    tile->n_segments = piece->run;
     tile->begin = piece->segment == WHOLE ? 0 : piece->segment * SEGMENT;
-    tile->end = piece->segment == WHOLE || tile->last - tile->begin < SEGMENT ? tile->last : tile->begin + SEGMENT - 1;
+    tile->end = tile->last;
+    if (piece->segment != WHOLE && tile->begin + piece->run * SEGMENT <= tile->last)
+        tile->end = tile->begin + piece->run * SEGMENT - 1;
     tile->next_head = cpu->plan->chunk > 1 && kv_head + 1 < cpu->kv.n_kv_heads;
     tile->scale = job->args->scale;
     tile->window = cpu->kv.windows ? cpu->kv.windows[job->args->layer] : 0;
@@ -372,6 +420,7 @@ static void describe_common(const struct attention_job *job, const struct common
     tile->n_rows = common->n_rows;
     tile->begin = 0;
     tile->last = tile->end = common->n_segments * SEGMENT - 1;
+    tile->n_segments = 1;
     tile->next_head = false;
     tile->scale = job->args->scale;
     for (uint32_t i = 0; i < common->n_seqs; i++) {
@@ -417,6 +466,7 @@ static void attend_rest(struct cpu_backend *cpu, struct attention_tile *tile, co
     kernels->take(tile, &total, &common, place->row);
     tile->segment = cpu->plan->commons[place->tile].n_segments;
     tile->begin = tile->segment * SEGMENT;
+    tile->n_segments = 1;
     for (; tile->segment <= tile->last / SEGMENT; tile->segment++) {
         kernels->attend(tile, scratch, &state);
         kernels->fold(tile, &total, &state);
@@ -439,14 +489,13 @@ static void attend_piece(struct attention_job *job, const struct attention_piece
         return;
     }
     struct attention_state states[MOST_SEGMENTS];
-    states[0] = partial_of(cpu, kv_head, piece->before + piece->segment, tile.n_rows);
-    kernels->attend(&tile, &cpu->attention[thread], states);
-    _Atomic uint32_t *left = &cpu->plan->left[(size_t)kv_head * MOST_SPLIT + piece->index];
-    if (atomic_fetch_sub_explicit(left, 1, memory_order_acq_rel) != 1)
-        return;
-    atomic_store_explicit(left, piece->n_segments, memory_order_relaxed); /* for the next layer */
     for (uint32_t i = 0; i < piece->n_segments; i++)
         states[i] = partial_of(cpu, kv_head, piece->before + i, tile.n_rows);
+    kernels->attend(&tile, &cpu->attention[thread], states + piece->segment);
+    _Atomic uint32_t *left = &cpu->plan->left[(size_t)kv_head * MOST_SPLIT + piece->index];
+    if (atomic_fetch_sub_explicit(left, piece->run, memory_order_acq_rel) != piece->run)
+        return;
+    atomic_store_explicit(left, piece->n_segments, memory_order_relaxed); /* for the next layer */
     kernels->combine(&tile, states, piece->n_segments);
 }
 
