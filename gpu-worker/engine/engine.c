@@ -345,6 +345,15 @@ static struct engine *new_engine(const struct engine_options *options)
     return engine;
 }
 
+/* Tokens whose query rows fill one pass of attention over a head's keys. */
+static uint32_t chunk_unit(const struct model_info *model)
+{
+    enum { ROWS_OF_A_PASS = 64, MOST_UNIT = 32 };
+    uint32_t unit = ROWS_OF_A_PASS / (model->n_heads / model->n_kv_heads);
+
+    return unit <= MOST_UNIT ? unit : MOST_UNIT;
+}
+
 static int init_step(struct engine *engine, const struct engine_options *options, struct kvg_error *err)
 {
     const struct engine_info *info = &engine->info;
@@ -371,6 +380,7 @@ static int init_step(struct engine *engine, const struct engine_options *options
                                           .max_rows = info->max_num_batched_tokens,
                                           .block_size = info->block_size,
                                           .fixed_chunk = options->fixed_chunk,
+                                          .chunk_unit = chunk_unit(model_info(engine->step.model)),
                                           .disable_chunked_prefill = options->disable_chunked_prefill,
                                           .disable_prefix_caching = options->disable_prefix_caching,
                                           .priority_scheduling = options->priority_scheduling}};

@@ -2,10 +2,11 @@
 #include <math.h>
 #include <stdbool.h>
 
-enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16 };
+enum { LEAST = 16, FIRST_RATE = 400, KEYS_ROWS = 16, FEW_UNITS = 4, KNOWN_STEPS = 1000 };
 static const double alone = 0.5, beside_streams = 0.02, beside_few = 0.25; /* seconds */
 static const double decode_steps = 2.5, a_prompt_more = 2;                 /* streams that one more prompt outweighs */
 static const double memory = 0.98, ridge = 1e-3, least_own_share = 0.2;
+static const double most_longer = 1.1; /* than known, of a step of decode rows */
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed)
 {
@@ -38,6 +39,18 @@ static double rows_within(const struct pacing_fit *fit, double seconds, double p
     return left > 0 ? 2 * left / (a_row + sqrt(a_row * a_row + 2 * fit->pair * left)) : 0;
 }
 
+/* Few rows cost what whole units cost, so that what a third more or two thirds less would spare is small. */
+static uint32_t in_units(uint32_t unit, double wanted)
+{
+    uint32_t rows = wanted < LEAST ? LEAST : (uint32_t)wanted;
+
+    if (unit == 0 || rows >= FEW_UNITS * unit)
+        return rows / 4 * 4;
+    uint32_t least = (LEAST + unit - 1) / unit * unit;
+    rows = (rows + unit / 3) / unit * unit;
+    return rows > least ? rows : least;
+}
+
 uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t n_prompts, uint32_t past)
 {
     const struct pacing_fit *fit = &pacing->fit[n_decodes > 0];
@@ -46,10 +59,9 @@ uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t n
     if (pacing->fixed)
         return pacing->fixed < room ? pacing->fixed : room;
     double seconds = target_seconds(pacing, n_decodes, n_prompts) / fit->drift - decode_seconds(pacing, n_decodes);
-    double rows = rows_within(fit, seconds, past);
-    if (rows < LEAST)
-        rows = LEAST;
-    return rows < room ? (uint32_t)rows / 4 * 4 : room;
+    double wanted = rows_within(fit, seconds, past);
+    uint32_t rows = wanted < room ? in_units(pacing->unit, wanted) : room;
+    return rows < room ? rows : room;
 }
 
 /* The pair may take nothing, and the row never all of what a row takes. */
@@ -88,6 +100,15 @@ static void learn(struct pacing_fit *fit, double rows, double pairs, double seco
     solve(fit);
 }
 
+/* A prompt that arrives takes processor time from the last steps before its own, and while it is computed no step without prompt
+ * rows comes that would say what they really take. So a step that took longer counts little, until many did. */
+static void learn_decode(struct pacing *pacing, uint32_t n_decodes, double seconds)
+{
+    if (step_cost_fresh(&pacing->decode, n_decodes, KNOWN_STEPS))
+        seconds = fmin(seconds, most_longer * step_cost_of(&pacing->decode, n_decodes));
+    step_cost_add(&pacing->decode, n_decodes, seconds);
+}
+
 void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds)
 {
     double base = decode_seconds(pacing, step->n_decodes), rows = step->prompt_rows;
@@ -95,7 +116,7 @@ void pacing_observe(struct pacing *pacing, const struct pacing_step *step, doubl
     if (seconds <= 0)
         return;
     if (step->prompt_rows == 0) {
-        step_cost_add(&pacing->decode, step->n_decodes, seconds);
+        learn_decode(pacing, step->n_decodes, seconds);
         return;
     }
     if (step->prompt_rows < LEAST)

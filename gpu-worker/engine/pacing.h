@@ -26,6 +26,7 @@ struct pacing_fit {
 struct pacing {
     uint32_t most;            /* --max-num-batched-tokens */
     uint32_t fixed;           /* tests: exactly this many; 0 = follow the fit */
+    uint32_t unit;            /* rows of a prompt that read its keys together; 0: any number is as good */
     struct pacing_fit fit[2]; /* [1] while a stream decodes */
     struct step_cost decode;  /* steps of so many decode rows alone */
 };

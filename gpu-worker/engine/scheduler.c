@@ -15,6 +15,7 @@ int sched_init(struct scheduler *sched, const struct scheduler_options *options,
     for (uint32_t i = 0; i < options->max_num_seqs; i++)
         sched->free_slots[i] = options->max_num_seqs - 1 - i;
     pacing_init(&sched->pacing, options->max_rows, options->fixed_chunk);
+    sched->pacing.unit = options->chunk_unit;
     return 0;
 }
 

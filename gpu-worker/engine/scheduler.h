@@ -24,7 +24,7 @@
 #include "libprompt/error.h"
 
 struct scheduler_options {
-    uint32_t max_num_seqs, max_rows, block_size, fixed_chunk;
+    uint32_t max_num_seqs, max_rows, block_size, fixed_chunk, chunk_unit; /* chunk_unit: pacing.unit */
     bool disable_chunked_prefill, disable_prefix_caching, priority_scheduling;
 };
 

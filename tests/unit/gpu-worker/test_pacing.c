@@ -123,6 +123,46 @@ static void a_chunk_follows_the_depth_of_its_prompt(void **state)
     assert_true(n_long <= 2);
 }
 
+/* Its client and the tokenizer take processor time from the last steps before a long prompt. */
+static void what_an_arriving_prompt_disturbs_is_not_the_price_of_decoding(void **state)
+{
+    const struct machine usual = {0.006, 0.0002}, disturbed = {0.02, 0.0002}, slower = {0.012, 0.0002};
+    struct pacing pacing;
+
+    pacing_init(&pacing, 8192, 0);
+    for (int i = 0; i < 200; i++)
+        step(&pacing, &usual, 0, 4);
+    for (int i = 0; i < 8; i++)
+        step(&pacing, &disturbed, 0, 4);
+    assert_true(step_cost_of(&pacing.decode, 4) < 1.25 * 0.0068);
+    for (int i = 0; i < 100; i++) /* but a machine that has become slower is */
+        step(&pacing, &slower, 0, 4);
+    assert_true(step_cost_of(&pacing.decode, 4) > 0.95 * 0.0128);
+}
+
+/* Where rows read the keys by the unit, few are whole units, never less than the least chunk, and many are as many as fit. */
+static void few_rows_are_whole_units(void **state)
+{
+    static const uint32_t units[] = {4, 9, 10, 16, 21, 32};
+    const struct machine deep = {0.006, 0.0002, 6e-8};
+
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
+        struct pacing pacing;
+        uint32_t unit = units[i], rows = 0;
+        pacing_init(&pacing, 8192, 0);
+        pacing.unit = unit;
+        for (int j = 0; j < 5; j++)
+            step(&pacing, &deep, 0, 4);
+        for (uint32_t past = 0; past < 16000; past += rows) {
+            rows = pacing_rows(&pacing, 4, 1, past);
+            assert_true(rows % unit == 0 || rows >= 4 * unit);
+            assert_true(rows >= 16);
+            step_behind(&pacing, &deep, rows, 4, past);
+        }
+        assert_int_equal(rows, (16 + unit - 1) / unit * unit); /* keys alone take longer than the step should */
+    }
+}
+
 static void a_chunk_is_never_over_what_a_step_may_hold(void **state)
 {
     struct pacing pacing;
@@ -146,6 +186,8 @@ int main(void)
         cmocka_unit_test(many_prompts_beside_few_streams_lengthen_a_step),
         cmocka_unit_test(a_machine_that_slows_down_is_followed_in_a_few_steps),
         cmocka_unit_test(a_chunk_follows_the_depth_of_its_prompt),
+        cmocka_unit_test(what_an_arriving_prompt_disturbs_is_not_the_price_of_decoding),
+        cmocka_unit_test(few_rows_are_whole_units),
         cmocka_unit_test(a_chunk_is_never_over_what_a_step_may_hold),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
