@@ -249,13 +249,7 @@ static void attend_keys(const struct attention_tile *tile, struct vector_scratch
     for (uint32_t r = 0; r < tile->n_rows; r++) {
         int64_t n = (int64_t)tile->position[r] + 1 - first;
         int64_t low = (int64_t)window_start(tile, r) - first;
-        softmax_row(s, state, r,
-                    low > KEY_TILE ? KEY_TILE
-                    : low < 0      ? 0
-                                   : (int)low,
-                    n > KEY_TILE ? KEY_TILE
-                    : n < 0      ? 0
-                                 : (int)n);
+        softmax_row(s, state, r, low > KEY_TILE ? KEY_TILE : low < 0 ? 0 : (int)low, n > KEY_TILE ? KEY_TILE : n < 0 ? 0 : (int)n);
     }
     for (uint32_t r = 0; r < tile->n_rows; r += V_ATTENTION_ROWS) {
         int n = (int)(tile->n_rows - r < V_ATTENTION_ROWS ? tile->n_rows - r : V_ATTENTION_ROWS);
