@@ -207,7 +207,8 @@ $(CUDA_CU:%=$(MUTANTS)/%): $(MUTANTS)/.written ;
 $(MUTANT_OBJ): $(MUTANTS)/.written | $(CUDA_HOME)/include/cuda_runtime.h
 	$(call say,SIM)
 	$(Q)$(if $(filter %.cu.o,$@),g++ -std=gnu++20 -x c++,$(CC) -std=gnu11) $(SIM_FLAGS) -O1 -c $(if $(filter %.cu.o,$@),$(@:.o=),$(@:.o=.c)) -o $@
-$(MUTANTS)/test_cuda_ops: $(B)/cusim/plain/tests/cusim/backend/test_cuda_ops.o $(MUTANT_OBJ) $(B)/cusim/plain/libcusim.a $(LIBS)
+MUTANT_TEST := $(MUTANTS)/test_cuda_ops $(MUTANTS)/test_cuda_grouped
+$(MUTANT_TEST): $(MUTANTS)/%: $(B)/cusim/plain/tests/cusim/backend/%.o $(MUTANT_OBJ) $(B)/cusim/plain/libcusim.a $(LIBS)
 	$(call say,LD)
 	$(Q)g++ $^ -o $@ -lcmocka $(LDLIBS)
 
@@ -254,7 +255,7 @@ SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
 #: test-cuda               the CUDA backend on an emulator, without a GPU
 test-cuda: deps
-	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(MUTANTS)/test_cuda_ops $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
+	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(MUTANT_TEST) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
 	-$(MAKE) -k -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
 	@B=$(B) CUDA_HOME=$(CUDA_HOME) FULL=$(FULL) $(PYTHON) tests/cusim/run.py
 

@@ -9,7 +9,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SOURCES = "gpu-worker/backend/cuda"
 
-# Name, file, what stands there (once), what takes its place (@: this mistake is in force), tests of test_cuda_ops, what it is.
+# Name, file, what stands there (once), what takes its place (@: this mistake is in force), tests of test_cuda_ops (or PROGRAM:), what it is.
 MISTAKES = [
     ("no_barrier_after_sums", "gemv.cuh", "        }\n    __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
      "        }\n    if (!@)\n        __syncthreads();\n    finish_products<COLS>(args, p, block_row, results);\n}\n\n/*",
@@ -23,6 +23,11 @@ MISTAKES = [
     ("scale_not_applied", "run.c", "if (cuda->scaled_of == op->x)", "if (!@ && cuda->scaled_of == op->x)", "test_products_do*", "the norm's scale is forgotten"),
     ("newest_token_from_pool", "attention.cuh", "stored_end = appends ? end - 1 : end", "stored_end = appends && !@ ? end - 1 : end", "test_attention*", "the newest token is read before it is stored, and counts twice"),
     ("newest_token_often", "attention.cuh", "k_scale, heads, token == 0, state)", "k_scale, heads, @ || token == 0, state)", "test_attention*", "the newest token counts once for each lane group"),
+    ("zero_forgotten", "grouped.cuh", "(int32_t)(scale >> 16) * sum", "(@ ? 0 : (int32_t)(scale >> 16)) * sum", "test_cuda_grouped:test_grouped*", "a group's zero point is forgotten"),
+    ("scale_of_another_row", "grouped.cuh", "acts.groups[(size_t)row * acts.n_groups].d", "acts.groups[(size_t)(@ ? 0 : row) * acts.n_groups].d", "test_cuda_grouped:test_grouped*", "every row of x takes the first one's scale"),
+    ("stage_not_awaited", "grouped.cuh", "            cp_async_wait<1>();", "            if (!@)\n                cp_async_wait<1>();", "test_cuda_grouped:test_grouped*", "codes are multiplied before their copy has landed"),
+    ("low_part_rounded_down", "device.cuh", "(q + 128) >> 8", "(q + (@ ? 0 : 128)) >> 8", "test_cuda_grouped:test_grouped*", "the high part of 16 bits is not the nearest"),
+    ("form_of_the_other_kind", "run.c", "cuda->groups_form == form", "(@ || cuda->groups_form == form)", "test_cuda_grouped:test_each*", "a product reads activations rounded for another kind of matrix"),
     ("halves_not_exchanged", "attention.cuh", "odd ? raw.x : raw.z, 1)", "odd && !@ ? raw.x : raw.z, 1)", "test_attention*", "a lane of a pair gets the wrong half of the other's load"),
     ("scales_of_the_other", "attention.cuh", "out[0] = odd ? other : mine;", "out[0] = odd == !@ ? other : mine;", "test_attention*", "a pair of tokens take each other's scale"),
     ("newest_value_not_scaled", "attention.cuh", "v[i] *= v_scale;\n}", "v[i] *= @ ? 1.0f : v_scale;\n}", "test_attention*", "the newest token's int8 value lacks its scale"),

@@ -26,7 +26,7 @@ BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "
 SLOW = {"backend/test_cuda_group": [("plain", "rev"), ("check", "fwd", "*refused*"), ("asan", "rev", "*refused*")],
         "backend/test_cuda_model": [("plain", "rev"), ("check", "fwd", "test_logits_of_q4_k*"), ("asan", "rev", "test_logits_of_q8_0*")]}
 FULL = bool(os.environ.get("FULL"))
-PROFILED = ("backend/test_cuda_ops", "check", "fwd")
+PROFILED = [("backend/test_cuda_ops", "check", "fwd"), ("backend/test_cuda_grouped", "check", "fwd")]
 LIMIT = 480  # seconds for one program; the slowest takes a fifth of it on an idle machine
 
 
@@ -62,12 +62,12 @@ def test_programs():
     return [os.path.splitext(os.path.relpath(s, os.path.join(ROOT, "tests/cusim")))[0] for s in sources]
 
 
-def run_programs(results, pool, profile):
-    """One of them writes which memory accesses its kernels do, to `profile`."""
+def run_programs(results, pool, profiles):
+    """Those of PROFILED write which memory accesses their kernels do, to the files `profiles`."""
     print("\nprograms, in builds and orders of threads")
     builds = {name: BUILDS if FULL else SLOW.get(name, BUILDS) for name in test_programs()}
     todo = [(name, *build) for name in builds for build in builds[name]]
-    env = {PROFILED: {"CUSIM_PROF": profile}}
+    env = {build: {"CUSIM_PROF": path} for build, path in zip(PROFILED, profiles)}
     env.update({("test_runtime", "check", order): {"CUSIM_PROF": os.devnull} for order in ("fwd", "rand2")})  # it tests the profiler too
     done = pool.map(lambda t: run([program(t[1], t[0]), *t[3:]], CUSIM_ORDER=t[2], **env.get(t, {})), todo)
     for build, (code, output, seconds) in zip(todo, done):
@@ -99,10 +99,15 @@ def run_planted(results, pool):
     print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
 
 
-def mutant_found(binary, number, tests):
+def mutant(program_name):
+    return os.path.join(BUILD, "cusim/mutants", program_name)
+
+
+def mutant_found(number, tests):
     """The first order in which these tests fail; None: they pass in all."""
+    binary, _, tests = tests.rpartition(":")
     for order in ("rev", "fwd"):
-        if run([binary, tests], CUSIM_ORDER=order, CUSIM_MISTAKE=str(number))[0] not in (0, None):
+        if run([mutant(binary or "test_cuda_ops"), tests], CUSIM_ORDER=order, CUSIM_MISTAKE=str(number))[0] not in (0, None):
             return order
     return None
 
@@ -110,17 +115,16 @@ def mutant_found(binary, number, tests):
 def run_mutants(results, pool):
     """The mistakes in the kernels themselves: a test fails in one of two orders; without a mistake all pass."""
     print("\nmistakes in the kernels themselves, in plain emulation")
-    binary = os.path.join(BUILD, "cusim/mutants/test_cuda_ops")
-    clean = run([binary], CUSIM_ORDER="rev")
-    results.add("none of them", clean[0] == 0, f"{clean[2]:.1f} s", clean[1])
-    found = list(pool.map(lambda row: mutant_found(binary, mutants.MISTAKES.index(row), row[4]), mutants.MISTAKES))
+    for name in ("test_cuda_ops", "test_cuda_grouped"):
+        clean = run([mutant(name)], CUSIM_ORDER="rev")
+        results.add(f"none of them, {name}", clean[0] == 0, f"{clean[2]:.1f} s", clean[1])
+    found = list(pool.map(lambda row: mutant_found(mutants.MISTAKES.index(row), row[4]), mutants.MISTAKES))
     for (name, file, _, _, _, what), order in zip(mutants.MISTAKES, found):
         results.add(f"{name:28}{file:16}{what}", order is not None, f"({order})" if order else "(NOT FOUND)")
 
 
-def read_profile(path):
-    """{(file, line, memory, bytes): [asked bytes, sector bytes, best share, worst passes]} of a CSV that a CHECK build wrote."""
-    lines = {}
+def read_profile(path, lines):
+    """Adds a CSV that a CHECK build wrote to {(file, line, memory, bytes): [asked bytes, sector bytes, best share, worst passes]}."""
     with open(path, encoding="utf-8") as f:
         for row in csv.DictReader(f, delimiter=";"):
             place, number = row["where"].rsplit(":", 1)
@@ -129,7 +133,6 @@ def read_profile(path):
             entry[0] += moved * used
             entry[1] += moved
             entry[2], entry[3] = max(entry[2], used), max(entry[3], float(row["passes"]))
-    return lines
 
 
 def says_half_sectors(place, number):
@@ -138,15 +141,17 @@ def says_half_sectors(place, number):
         return "half sectors" in f.read().splitlines()[number - 1]
 
 
-def run_profile(results, path):
+def run_profile(results, paths):
     """16-byte accesses of global memory use whole sectors (but for the tails of odd shapes), banks conflict at most twice."""
     print("\nmemory accesses of the hot kernels (gemv, gemm, attention), by source line")
-    if not os.path.exists(path):
-        results.add("profile", False, f"({' '.join(PROFILED)} wrote none)")
-        return
-    lines = read_profile(path)
+    lines = {}
+    for build, path in zip(PROFILED, paths):
+        if os.path.exists(path):
+            read_profile(path, lines)
+        else:
+            results.add("profile", False, f"({' '.join(build)} wrote none)")
     for (place, number, memory, size), (asked, moved, best, passes) in sorted(lines.items()):
-        if not place.startswith(("gemv", "gemm", "attention")):
+        if not place.startswith(("gemv", "gemm", "grouped", "attention")):
             continue
         if memory == "global" and size == 16:
             detail = f"16-byte global: {100 * asked / moved:.0f} % of the sectors' bytes used, at best {100 * best:.0f}"
@@ -184,11 +189,11 @@ def run_worker(results):
 def main():
     results, began = Results(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool, tempfile.TemporaryDirectory() as folder:
-        profile = os.path.join(folder, "profile.csv")
-        run_programs(results, pool, profile)
+        profiles = [os.path.join(folder, f"profile{i}.csv") for i in range(len(PROFILED))]
+        run_programs(results, pool, profiles)
         run_planted(results, pool)
         run_mutants(results, pool)
-        run_profile(results, profile)
+        run_profile(results, profiles)
     run_coverage(results)
     run_worker(results)
     print("\nwhat nvcc made")

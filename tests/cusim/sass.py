@@ -17,6 +17,8 @@ EXPECTED = [
     (r"gemm_quant_kernel", ["mma"]),
     (r"gemv_quant_kernel", ["dp4a", "load128"]),
     (r"gemv_float_kernel", ["load128"]),
+    (r"gemv_grouped_kernel", ["dp4a", "load128"]),
+    (r"gemm_grouped_kernel", ["mma", "cp.async"]),
     (r"attention_decode_kernel", ["load128"]),
     (r"attention_tile_kernel", ["mma", "ldmatrix"]),
 ]

@@ -96,6 +96,7 @@ int kvgate_cuda_open(struct backend **out, const struct backend_options *options
         return kvg_fail(err, KVG_NOMEM, "no memory for the CUDA backend");
     cuda->base.ops = &cuda_ops;
     cuda->base.kv_auto = KV_BF16;
+    cuda->base.grouped = true;
     cuda->options = *options;
     cuda->most_rows = options->max_rows > options->max_outputs ? options->max_rows : options->max_outputs;
     cuda->max_parts = options->max_seqs > PARTS_MIN ? options->max_seqs : PARTS_MIN;

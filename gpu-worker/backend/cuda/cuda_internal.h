@@ -50,9 +50,13 @@ struct op {
     uint32_t cols; /* GATHER_COLUMNS */
 };
 
-/* The rounded forms of an activation that a product may want, in scratch: int8 groups, or 16-bit floats [rows][ld] with zeros
- * past the columns. */
-enum act_form { FORM_NONE, FORM_GROUPS, FORM_BF16, FORM_F16 };
+/* The rounded forms of an activation that a product may want, in scratch: 16-bit floats [rows][ld] with zeros past the columns,
+ * or integers with scales of groups, or of rows (8 bits, or 16). */
+enum act_form { FORM_NONE, FORM_BF16, FORM_F16, FORM_GROUPS, FORM_ROWS_8, FORM_ROWS_16 };
+static inline bool form_is_integer(enum act_form form)
+{
+    return form >= FORM_GROUPS;
+}
 struct act_forms {
     enum act_form form;
     struct acts acts;
@@ -88,9 +92,9 @@ struct cuda_backend {
     struct acts acts[2];
     uint32_t acts_at;
     uint16_t *halves;
-    uint32_t widest_groups, widest_halves;
+    uint32_t widest_groups, act_planes, widest_halves;
     const struct tensor *groups_of, *halves_of; /* whose rounded form the scratch holds; NULL = nobody's */
-    enum act_form halves_form;
+    enum act_form groups_form, halves_form;
     float *squares;                 /* of struct row_scale, for GEMV_ROWS_MAX rows */
     const struct tensor *scaled_of; /* whose values lack `scale`; NULL = nobody's */
     struct row_scale scale;
@@ -141,9 +145,14 @@ struct repacked {
     struct matrix matrix; /* pointers are offsets into data */
 };
 int repack(struct repacked *out, const struct backend_weight *weight, struct kvg_error *err);
+int repack_grouped(struct repacked *out, const struct quant_grouped *from, struct kvg_error *err);
 static inline bool matrix_is_float(const struct matrix *m)
 {
     return m->kind <= MATRIX_BF16;
+}
+static inline bool matrix_is_grouped(const struct matrix *m)
+{
+    return m->kind >= MATRIX_W8A8;
 }
 
 /* How the pool keeps values, and the bytes of a block in one layer. */
@@ -187,8 +196,8 @@ void cuda_close_graphs(struct cuda_backend *cuda);
 uint32_t graph_bucket(uint32_t n);
 bool graph_run(struct cuda_backend *cuda);
 
-/* launch.cu, matmul.cu, gemv.cu, attention.cu: one op's kernels. `forms`: what else a kernel writes for the product that follows.
- * A launch that fails sets cuda->failure. */
+/* launch.cu, matmul.cu, gemv.cu, grouped.cu, attention.cu: one op's kernels. `forms`: what else a kernel writes for the product
+ * that follows. A launch that fails sets cuda->failure. */
 int launch_prepare(struct kvg_error *err);
 void launch_embed(struct cuda_backend *cuda, const struct op *op);
 void launch_rmsnorm(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
@@ -205,6 +214,7 @@ void launch_products(struct cuda_backend *cuda, struct products *products, const
 /* Whether products of n rows with this matrix take the kernel for few rows. */
 bool takes_gemv(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n);
 void launch_gemv(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
+void launch_grouped(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
 /* What products of n rows with a matrix of this kind read; FORM_NONE: x itself. */
 enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n);
 int attention_prepare(struct kvg_error *err);

@@ -122,12 +122,37 @@ __device__ __forceinline__ void store_group(const struct acts &acts, size_t row,
     }
 }
 
+/* The same with the row's scale d, 1 / inverse, as integers of 8 bits or, in two parts, of 16. */
+__device__ __forceinline__ void store_row_group(const struct acts &acts, size_t row, uint32_t group, uint32_t lane8,
+                                                const float v[4], bool wide, float inverse, float d)
+{
+    uint32_t mask = 0xffu << (threadIdx.x & 24), high = 0, low = 0;
+    int32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int32_t q = (int32_t)rintf(v[i] * inverse), top = wide ? (q + 128) >> 8 : q;
+        high |= (uint32_t)(top & 255) << 8 * i;
+        low |= (uint32_t)(q & 255) << 8 * i;
+        sum += q;
+    }
+#pragma unroll
+    for (int step = 4; step; step >>= 1)
+        sum += __shfl_xor_sync(mask, sum, step);
+    size_t at = row * acts.n_groups + group;
+    int8_t *out = acts.q + (lane8 < 4 ? 0 : acts.plane) + at * 16 + (lane8 & 3) * 4;
+    *(uint32_t *)out = high;
+    if (wide)
+        *(uint32_t *)(out + 2 * acts.plane) = low;
+    if (lane8 == 0)
+        st128(&acts.groups[at], make_uint4(__float_as_uint(d), 0, (uint32_t)sum, 0));
+}
+
 /* ---- a group of weights ---- */
 
 template <int KIND>
 struct kind_traits {
     static constexpr bool is_float = KIND <= MATRIX_BF16;
-    static constexpr int bits = KIND == MATRIX_SCALE_8                                                         ? 8
+    static constexpr int bits = KIND == MATRIX_SCALE_8 || KIND == MATRIX_W8A8                                  ? 8
                                 : KIND == MATRIX_SUPER16_6                                                     ? 6
                                 : KIND == MATRIX_SCALE_5 || KIND == MATRIX_MIN_5 || KIND == MATRIX_SUPER_MIN_5 ? 5
                                                                                                                : 4;

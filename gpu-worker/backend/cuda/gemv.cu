@@ -25,7 +25,7 @@ static constexpr struct float_gemv float_gemv_of()
     return {{gemv_float_kernel<KIND, 1>, gemv_float_kernel<KIND, 2>, gemv_float_kernel<KIND, 4>, gemv_float_kernel<KIND, 8>}};
 }
 
-static const struct quant_gemv quant_kernels[MATRIX_KINDS - MATRIX_SCALE_4] = {
+static const struct quant_gemv quant_kernels[MATRIX_W8A8 - MATRIX_SCALE_4] = {
     quant_gemv_of<MATRIX_SCALE_4>(),     quant_gemv_of<MATRIX_SCALE_5>(),  quant_gemv_of<MATRIX_SCALE_8>(),
     quant_gemv_of<MATRIX_MIN_4>(),       quant_gemv_of<MATRIX_MIN_5>(),    quant_gemv_of<MATRIX_SUPER_MIN_4>(),
     quant_gemv_of<MATRIX_SUPER_MIN_5>(), quant_gemv_of<MATRIX_SUPER16_6>()};

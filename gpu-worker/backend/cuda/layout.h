@@ -12,12 +12,19 @@
  *   supers  [rows][groups / 8]        SUPER_MIN f16 d, m | SUPER_16 f16 d
  *
  * Word j of a group's codes, masked to its low or high halves, is values 4j..4j+3 or 16+4j..16+4j+3: the operand of dp4a, and of
- * lane j (mod 4) in mma.m16n8k32.  A float matrix is [rows][ld] values of the file's type, ld = cols rounded up to 64, zeros.
+ * lane j (mod 4) in mma.m16n8k32.  Grouped matrices (quant/grouped.h) have the same codes, of 8 bits (W8A8) or 4 (W4A16), and
+ *
+ *   scales  W8A8 [rows] f32 | W4A16 [rows][cols / group] u32: f16 scale, u16 zero
+ *
+ * A float matrix is [rows][ld] values of the file's type, ld = cols rounded up to 64, zeros.
  *
  * Activations that meet a quantized matrix are rounded to int8 per row and group (d = max|x| / 127), as on the CPU:
  *
  *   q       [2][rows][groups] 16 bytes    values 0..15 of every group, then values 16..31
  *   groups  [rows][groups] {d, s, sum, low}
+ *
+ * or, where it is a grouped one, per row (d = max|x| / 127 or 32512), in the same memory: int8 as above, or 16-bit integers as
+ * 256 high + low, whose q is [4][rows][groups]: high of values 0..15, of 16..31, low of both. Each group's d is the row's.
  */
 #pragma once
 #include <stddef.h>
@@ -35,6 +42,8 @@ enum matrix_kind {
     MATRIX_SUPER_MIN_4,
     MATRIX_SUPER_MIN_5,
     MATRIX_SUPER16_6,
+    MATRIX_W8A8,
+    MATRIX_W4A16,
     MATRIX_KINDS
 };
 
@@ -43,7 +52,8 @@ enum { FLOAT_ALIGN = 64 }; /* columns of a float matrix are padded to a multiple
 struct matrix {
     enum matrix_kind kind;
     uint32_t rows, cols;
-    uint32_t ld; /* float: values from row to row; quantized: groups of a row */
+    uint32_t ld;          /* float: values from row to row; quantized: groups of a row */
+    uint32_t group_shift; /* W4A16: a scale is that of 2^group_shift groups of 32 */
     const uint8_t *codes, *high, *scales, *supers;
 };
 
@@ -56,7 +66,7 @@ struct act_group {
 struct acts {
     int8_t *q;
     struct act_group *groups;
-    size_t plane; /* bytes from the first halves to the second */
+    size_t plane; /* bytes from the first halves to the second, and so on */
     uint32_t n_groups;
 };
 

@@ -17,7 +17,7 @@ static constexpr struct quant_kernels quant_kernels_of()
             gemm_quant_shared<KIND, 64>()};
 }
 
-static const struct quant_kernels quant_kernels[MATRIX_KINDS - MATRIX_SCALE_4] = {
+static const struct quant_kernels quant_kernels[MATRIX_W8A8 - MATRIX_SCALE_4] = {
     quant_kernels_of<MATRIX_SCALE_4>(),     quant_kernels_of<MATRIX_SCALE_5>(),  quant_kernels_of<MATRIX_SCALE_8>(),
     quant_kernels_of<MATRIX_MIN_4>(),       quant_kernels_of<MATRIX_MIN_5>(),    quant_kernels_of<MATRIX_SUPER_MIN_4>(),
     quant_kernels_of<MATRIX_SUPER_MIN_5>(), quant_kernels_of<MATRIX_SUPER16_6>()};
@@ -52,6 +52,8 @@ bool takes_gemv(const struct cuda_backend *cuda, const struct matrix *w, uint32_
 
 enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n)
 {
+    if (matrix_is_grouped(w))
+        return w->kind == MATRIX_W8A8 ? FORM_ROWS_8 : FORM_ROWS_16;
     if (!matrix_is_float(w))
         return FORM_GROUPS;
     if (takes_gemv(cuda, w, n))
@@ -92,7 +94,9 @@ static void launch_half(struct cuda_backend *cuda, struct products *products)
 void launch_products(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
 {
     const struct matrix *w = &products->p[0].w;
-    if (takes_gemv(cuda, w, products->n))
+    if (matrix_is_grouped(w))
+        launch_grouped(cuda, products, x);
+    else if (takes_gemv(cuda, w, products->n))
         launch_gemv(cuda, products, x);
     else if (!matrix_is_float(w))
         launch_quant(cuda, products, x);

@@ -56,23 +56,32 @@ int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows,
 
 /* ---- scratch for rounded activations ---- */
 
-static int grow_groups(struct cuda_backend *cuda, uint32_t groups, struct kvg_error *err)
+static uint32_t larger(uint32_t a, uint32_t b)
 {
-    size_t all = (size_t)cuda->most_rows * groups;
-    if (groups <= cuda->widest_groups)
+    return a > b ? a : b;
+}
+
+/* planes: of q (layout.h). */
+static int grow_groups(struct cuda_backend *cuda, uint32_t groups, uint32_t planes, struct kvg_error *err)
+{
+    if (groups <= cuda->widest_groups && planes <= cuda->act_planes)
         return 0;
-    cuda->widest_groups = 0;
+    groups = larger(groups, cuda->widest_groups);
+    planes = larger(planes, cuda->act_planes);
+    size_t all = (size_t)cuda->most_rows * groups;
+    cuda->widest_groups = cuda->act_planes = 0;
     for (int i = 0; i < 2; i++) {
         struct acts *acts = &cuda->acts[i];
         int failed;
         cudaFree(acts->q);
         cudaFree(acts->groups);
         *acts = (struct acts){.plane = all * 16};
-        if ((failed = cuda_alloc((void **)&acts->q, 2 * all * 16, "quantized activations", err)) ||
+        if ((failed = cuda_alloc((void **)&acts->q, planes * all * 16, "quantized activations", err)) ||
             (failed = cuda_alloc((void **)&acts->groups, all * sizeof *acts->groups, "scales of activations", err)))
             return failed;
     }
     cuda->widest_groups = groups;
+    cuda->act_planes = planes;
     return 0;
 }
 
@@ -90,10 +99,16 @@ static int grow_halves(struct cuda_backend *cuda, uint32_t ld, struct kvg_error 
 
 /* ---- weights ---- */
 
+/* The bytes that a matrix is made from. */
+static const void *source_of(const struct backend_weight *weight)
+{
+    return weight->source ? weight->source : weight->grouped ? weight->grouped->context : weight->data;
+}
+
 /* A matrix of the same bytes that is already on the device: a tied embedding. */
 static bool find_matrix(const struct cuda_backend *cuda, const struct backend_weight *weight, struct matrix *out)
 {
-    const void *source = weight->source ? weight->source : weight->data;
+    const void *source = source_of(weight);
     for (const struct tensor *t = cuda->tensors; t; t = t->next) {
         if (t->source != source || t->matrix.rows != weight->rows || t->matrix.cols != weight->cols)
             continue;
@@ -108,7 +123,7 @@ static int upload_matrix(struct cuda_backend *cuda, struct matrix *out, const st
 {
     struct repacked host;
     uint8_t *device = NULL;
-    int failed = repack(&host, weight, err);
+    int failed = weight->grouped ? repack_grouped(&host, weight->grouped, err) : repack(&host, weight, err);
     if (failed)
         return failed;
     if (!(failed = cuda_alloc((void **)&device, host.bytes, "weights", err)))
@@ -157,12 +172,13 @@ int cuda_weight(struct backend *backend, struct tensor **out, const struct backe
     if (!shared && (failed = upload_matrix(cuda, &matrix, weight, err)))
         return failed;
     tensor->matrix = matrix;
-    tensor->source = shared ? NULL : weight->source ? weight->source : weight->data; /* who has a source owns the memory */
+    tensor->source = shared ? NULL : source_of(weight); /* who has a source owns the memory */
     if (use == WEIGHT_EMBEDDING)
         return 0;
     if (weight->rows > cuda->widest_output)
         cuda->widest_output = weight->rows;
-    return matrix_is_float(&matrix) ? grow_halves(cuda, matrix.ld, err) : grow_groups(cuda, matrix.ld, err);
+    return matrix_is_float(&matrix) ? grow_halves(cuda, matrix.ld, err)
+                                    : grow_groups(cuda, matrix.ld, matrix.kind == MATRIX_W4A16 ? 4 : 2, err);
 }
 
 /* ---- KV pool ---- */

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/backend/cuda/cuda_internal.h"
+#include "gpu-worker/quant/f16.h"
 
 enum { PLANE_ALIGN = 256 };
 
@@ -152,4 +153,78 @@ int repack(struct repacked *out, const struct backend_weight *weight, struct kvg
         return 0;
     free(out->data);
     return kvg_fail(err, KVG_FILE, "row %u holds an infinity or NaN", row);
+}
+
+/* ---- grouped matrices ---- */
+
+enum { STRIP = 64 /* rows read at once */ };
+
+static struct grouped_rows alloc_strip(const struct quant_grouped *from, void **memory)
+{
+    size_t groups = (size_t)STRIP * (from->cols / from->group), codes = (size_t)STRIP * from->cols;
+    uint8_t *bytes = *memory = malloc(groups * sizeof(float) + codes + groups);
+    struct grouped_rows rows = {.scale = (float *)(void *)bytes};
+    rows.q = bytes ? bytes + groups * sizeof(float) : NULL;
+    rows.zero = bytes ? rows.q + codes : NULL;
+    return rows;
+}
+
+static void pack_grouped_codes(const struct repacked *out, const uint8_t *q, size_t at)
+{
+    uint8_t *codes = out->data + (size_t)out->matrix.codes + at * 16, *high = out->data + (size_t)out->matrix.high + at * 16;
+    if (out->matrix.kind == MATRIX_W8A8) {
+        memcpy(codes, q, 16);
+        memcpy(high, q + 16, 16);
+        return;
+    }
+    for (int i = 0; i < 16; i++)
+        codes[i] = (uint8_t)((q[i] & 15) | q[16 + i] << 4);
+}
+
+static void pack_strip(const struct repacked *out, const struct quant_grouped *from, const struct grouped_rows *rows,
+                       uint32_t first, uint32_t n)
+{
+    size_t blocks = out->matrix.ld, groups = from->cols / from->group;
+    uint8_t *scales = out->data + (size_t)out->matrix.scales;
+    for (size_t i = 0; i < n * blocks; i++)
+        pack_grouped_codes(out, rows->q + i * QUANT_GROUP, first * blocks + i);
+    for (size_t i = 0; i < n * groups; i++) {
+        uint32_t pair = f32_to_f16(rows->scale[i]) | (uint32_t)(from->zeros ? rows->zero[i] : 8) << 16;
+        memcpy(scales + (first * groups + i) * 4, from->kind == GROUPED_W8A8 ? (void *)&rows->scale[i] : (void *)&pair, 4);
+    }
+}
+
+int repack_grouped(struct repacked *out, const struct quant_grouped *from, struct kvg_error *err)
+{
+    struct matrix *m = &out->matrix;
+    size_t bytes = 0, blocks = (size_t)from->rows * (from->cols / QUANT_GROUP);
+    void *memory;
+    memset(out, 0, sizeof *out);
+    if (!grouped_valid(from))
+        return kvg_fail(err, KVG_UNSUPPORTED, "the CUDA backend has no layout for %u x %u %s in groups of %u", from->rows,
+                        from->cols, grouped_name(from->kind), from->group);
+    m->kind = from->kind == GROUPED_W8A8 ? MATRIX_W8A8 : MATRIX_W4A16;
+    m->rows = from->rows;
+    m->cols = from->cols;
+    m->ld = from->cols / QUANT_GROUP;
+    m->group_shift = from->group == GROUPED_LARGE ? 2 : 1;
+    m->codes = (const uint8_t *)plane(&bytes, blocks * 16);
+    m->high = (const uint8_t *)plane(&bytes, m->kind == MATRIX_W8A8 ? blocks * 16 : 0);
+    m->scales = (const uint8_t *)plane(&bytes, (size_t)from->rows * (from->cols / from->group) * 4);
+    struct grouped_rows rows = alloc_strip(from, &memory);
+    out->bytes = bytes;
+    out->data = calloc(1, bytes);
+    for (uint32_t first = 0; out->data && memory && first < from->rows; first += STRIP) {
+        uint32_t n = from->rows - first < STRIP ? from->rows - first : STRIP;
+        from->read(from->context, from->first + first, n, &rows);
+        pack_strip(out, from, &rows, first, n);
+    }
+    if (!memory) {
+        free(out->data);
+        out->data = NULL;
+    }
+    free(memory);
+    return out->data ? 0
+                     : kvg_fail(err, KVG_NOMEM, "no memory to repack %u x %u %s weights (%zu bytes)", from->rows, from->cols,
+                                grouped_name(from->kind), bytes);
 }

@@ -32,8 +32,9 @@ static struct act_forms scratch_form(struct cuda_backend *cuda, enum act_form fo
 /* A kernel that has been queued writes this form of x. */
 static void holds(struct cuda_backend *cuda, const struct tensor *x, enum act_form form)
 {
-    if (form == FORM_GROUPS) {
+    if (form_is_integer(form)) {
         cuda->groups_of = x;
+        cuda->groups_form = form;
         cuda->acts_at ^= 1;
     } else if (form != FORM_NONE) {
         cuda->halves_of = x;
@@ -43,7 +44,8 @@ static void holds(struct cuda_backend *cuda, const struct tensor *x, enum act_fo
 
 static bool is_held(const struct cuda_backend *cuda, const struct tensor *x, enum act_form form)
 {
-    return form == FORM_GROUPS ? cuda->groups_of == x : cuda->halves_of == x && cuda->halves_form == form;
+    return form_is_integer(form) ? cuda->groups_of == x && cuda->groups_form == form
+                                 : cuda->halves_of == x && cuda->halves_form == form;
 }
 
 static void is_written(struct cuda_backend *cuda, const struct tensor *out)
@@ -100,7 +102,8 @@ static bool is_read_from(const struct cuda_backend *cuda, const struct op *op, c
     return false;
 }
 
-/* Whether the op is a product of x for few rows with one form of input, which goes to *form. */
+/* Whether the op is a product of x for few rows with one form of input, which goes to *form. Grouped matrices take no part: a
+ * block of their kernels has no whole row, whose scale the next product's input needs. */
 static bool takes_few_rows(const struct cuda_backend *cuda, const struct op *op, const struct tensor *x, uint32_t n,
                            enum act_form *form)
 {
@@ -109,7 +112,7 @@ static bool takes_few_rows(const struct cuda_backend *cuda, const struct op *op,
     *form = matmul_form(cuda, &op->matmul.weights[0]->matrix, n);
     for (uint32_t i = 0; i < op->matmul.count; i++) {
         const struct matrix *w = &op->matmul.weights[i]->matrix;
-        if (!takes_gemv(cuda, w, n) || matmul_form(cuda, w, n) != *form)
+        if (!takes_gemv(cuda, w, n) || matrix_is_grouped(w) || matmul_form(cuda, w, n) != *form)
             return false;
     }
     return n <= GEMV_ROWS_MAX && !cuda->options.deterministic;
