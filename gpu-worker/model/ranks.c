@@ -51,7 +51,7 @@ uint32_t ranks_threads(const struct ranks *ranks)
 
 static void be_child(uint32_t rank, pid_t parent)
 {
-    char name[16];
+    char name[24]; /* the kernel keeps 15 of it */
     snprintf(name, sizeof name, "kvgate-rank%u", rank);
     prctl(PR_SET_NAME, name);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
