@@ -217,8 +217,6 @@ static struct model_options target_options(const struct worker *worker)
     struct model_options model = options_of_model(options, options->model);
     model.max_outputs = engine_max_outputs(&engine, options->max_num_seqs);
     model.comm = ranks_comm(worker->ranks);
-    if (!model.threads)
-        model.threads = ranks_threads(worker->ranks);
     return model;
 }
 
@@ -403,7 +401,7 @@ static void stop(struct worker *worker)
     ranks_end(worker->ranks, worker->model != NULL);
 }
 
-/* A rank other than 0: rank 0 says why it cannot start. */
+/* A rank other than 0. Where it cannot start, rank 0 cannot either: it says why, and its end is this one's. */
 static int follow(struct worker *worker)
 {
     struct model_options options = target_options(worker);
@@ -412,7 +410,8 @@ static int follow(struct worker *worker)
     if (level_of(worker->options.log_level) != LOG_DEBUG)
         log_set_level(LOG_ERROR); /* the rest rank 0 says, too */
     if (model_open(&worker->model, &options, &err) < 0)
-        return EXIT_START;
+        for (;;)
+            pause();
     if (model_follow(worker->model, &err) < 0)
         log_fatal("%s", err.message);
     model_close(worker->model);

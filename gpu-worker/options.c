@@ -74,8 +74,7 @@ static const struct flag flags[] = {
     {"speculative-config", TEXT, AT(speculative_config), "JSON",
      "the two above as vLLM takes them: {\"method\": \"ngram\", \"num_speculative_tokens\": 5} or {\"model\": \"FILE\", ...}, "
      "the latter with any \"method\" for both kinds of drafts; \"prompt_lookup_max\" and \"prompt_lookup_min\", 1 to 64: how "
-     "many "
-     "tokens must have stood in the context before, at best and at least; one alone is both; default 8 and 2"},
+     "many tokens must have stood in the context before, at best and at least; one alone is both; default 8 and 2"},
     {"spec-accept", CHOICE, AT(spec_accept), "coupled|rejection|argmax|top-p",
      "which drafts are accepted; coupled: exactly those that equal what is drawn without drafts, so the same answers to the bit; "
      "rejection: by chance, so that answers follow the same distribution but are other ones; argmax (lossy): the most likely "
@@ -88,9 +87,7 @@ static const struct flag flags[] = {
     {"enforce-eager", ON, AT(enforce_eager), NULL, "on CUDA: launch each kernel by itself, without CUDA graphs"},
     {"tensor-parallel-size", COUNT, AT(tensor_parallel_size), "N",
      "compute each layer on N ranks together, a process each: parts of the machine's cores on the CPU; heads and kv heads must "
-     "be "
-     "divisible by N, "
-     "or N by the kv heads; default 1",
+     "be divisible by N, or N by the kv heads; default 1",
      1, 64},
     {"threads", COUNT, AT(threads), "N", "compute threads on the CPU, of each rank; default: all cores, divided among the ranks",
      1, 1024},

@@ -28,7 +28,7 @@ struct tensor;
 
 struct backend_options {
     const char *isa;   /* "auto", or the instruction set to use; NULL = auto */
-    uint32_t threads;  /* 0 = all cores */
+    uint32_t threads;  /* 0 = all cores, divided among the ranks of comm */
     uint32_t max_rows; /* most rows of a step */
     uint32_t max_seqs;
     uint32_t max_outputs;

@@ -11,16 +11,13 @@
  * round, and none is left waiting.
  */
 #define _GNU_SOURCE
-#include <limits.h>
-#include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #include "gpu-worker/backend/comm.h"
+#include "gpu-worker/backend/sleep.h"
 
 enum {
     SLOT_BYTES = 1 << 20,
@@ -57,15 +54,6 @@ struct comm_shm {
     uint32_t round;
     struct kvg_error failure; /* the first; code 0 = none */
 };
-
-static inline void cpu_pause(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 /* ---- life -------------------------------------------------------------------------------------------------------------- */
 
@@ -114,10 +102,7 @@ static void wait_for(const struct comm_shm *shm, uint32_t rank)
             cpu_pause();
             continue;
         }
-        /* Sequentially consistent with `arrive`: either it sees this sleeper, or the futex sees its round. */
-        atomic_fetch_add(&seat->sleepers, 1);
-        syscall(SYS_futex, &seat->arrived, FUTEX_WAIT, seen, NULL, NULL, 0);
-        atomic_fetch_sub(&seat->sleepers, 1);
+        sleep_while(&seat->arrived, seen, &seat->sleepers, 0);
     }
 }
 
@@ -126,8 +111,7 @@ static void arrive(const struct comm_shm *shm, struct tag tag)
     struct seat *seat = &shm->shared->seats[shm->base.rank];
     seat->tags[shm->round % 2] = tag;
     atomic_store(&seat->arrived, shm->round);
-    if (atomic_load(&seat->sleepers))
-        syscall(SYS_futex, &seat->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    wake_sleepers(&seat->arrived, &seat->sleepers, 0);
 }
 
 static int compare_tags(struct comm_shm *shm)

@@ -141,6 +141,7 @@ static int read_header(struct capacity *out, const struct loader *loader, struct
     out->n_heads = shape.n_heads;
     out->n_kv_heads = shape.n_kv_heads;
     out->head_dim = shape.head_dim;
+    out->ffn = shape.ffn;
     out->max_position = shape.max_position;
     if (loader->folder)
         return read_folder(out, loader, &shape, err);
@@ -174,7 +175,7 @@ int capacity_read(struct capacity *out, const char *path, struct kvg_error *err)
 
 int capacity_divide(struct capacity *model, uint32_t ranks, struct kvg_error *err)
 {
-    struct shape shape = {.n_heads = model->n_heads, .n_kv_heads = model->n_kv_heads, .ffn = UINT16_MAX};
+    struct shape shape = {.n_heads = model->n_heads, .n_kv_heads = model->n_kv_heads, .ffn = model->ffn};
     struct share share;
     int failed = share_of(&share, &shape, 1, model->n_vocab, 0, ranks, err);
     if (!failed)

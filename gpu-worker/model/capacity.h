@@ -9,7 +9,7 @@
 
 struct capacity {
     char family[32];
-    uint32_t n_layers, n_heads, n_kv_heads, head_dim, n_vocab, max_position;
+    uint32_t n_layers, n_heads, n_kv_heads, head_dim, ffn, n_vocab, max_position;
     uint64_t weight_bytes;                  /* of all tensors; of a folder: as they lie in memory */
     uint64_t layer_bytes, output_bytes;     /* of the matrices that every step reads: those in layers, and the output matrix */
     uint64_t layer_weights, output_weights; /* numbers in them */
@@ -22,7 +22,7 @@ struct capacity {
 int capacity_read(struct capacity *out, const char *path, struct kvg_error *err);
 
 /* As the ranks of a tensor-parallel group hold it together: kv heads count as often as they are held. KVG_INVALID as
- * model_open's, where heads cannot be divided so. */
+ * model_open's, where heads or the feed-forward cannot be divided so. */
 int capacity_divide(struct capacity *model, uint32_t ranks, struct kvg_error *err);
 
 /* Bytes of a KV block of all layers. device "cpu": as that backend lays it out (kv_cache_dtype as in model_options; isa may be

@@ -121,7 +121,7 @@ int model_open(struct model **out, const struct model_options *options, struct k
     struct model *model = calloc(1, sizeof *model);
     int failed;
     if (!model)
-        return kvg_fail(err, KVG_NOMEM, "no memory for a model");
+        return comm_agree(options->comm, kvg_fail(err, KVG_NOMEM, "no memory for a model"), err);
     model->options = *options;
     if (!model->options.max_rows)
         model->options.max_rows = DEFAULT_ROWS;

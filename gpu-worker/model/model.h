@@ -33,7 +33,7 @@ struct model_options {
     const char *cpu_isa;                           /* "auto", "generic", "avx2", "avx512", "amx" */
     const char *cpu_arithmetic;                    /* "auto", "int8", "int16"; NULL = auto */
     const char *kv_cache_dtype;                    /* "auto", "f16", "bf16", "int8"; NULL = auto */
-    uint32_t threads;                              /* 0 = all cores */
+    uint32_t threads;                              /* 0 = all cores, divided among ranks */
     uint32_t max_rows;                             /* most rows in one batch (--max-num-batched-tokens) */
     uint32_t max_seqs;                             /* most sequences in one batch */
     uint32_t max_outputs;                          /* most output rows in one batch */

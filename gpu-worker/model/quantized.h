@@ -64,9 +64,8 @@ const struct quant_format *quantized_format(const struct quantization *quantizat
 bool quantized_grouped(const struct quantization *quantization, uint32_t cols, struct quant_grouped *out);
 /* Whether the matrix `name` ("….weight") is stored as codes; others of the folder are floats. */
 bool quantized_has(const struct quantization *quantization, const struct safetensors *folder, const char *name);
-/* The matrix `name` of exactly [rows, cols]. gathers: the caller can make use of an order; groups: of a grouped
- * matrix. KVG_FILE names the tensor that is
- * missing or of another shape, type or range, with both numbers. */
+/* The matrix `name` of exactly [rows, cols]. gathers, groups: the caller can make use of an order, of a grouped
+ * matrix. KVG_FILE names the tensor that is missing or of another shape, type or range, with both numbers. */
 int quantized_read(struct quantized_matrix *out, const struct quantization *quantization, const struct safetensors *folder,
                    const char *name, uint32_t rows, uint32_t cols, bool gathers, bool groups, struct kvg_error *err);
 /* Data, order and what a grouped matrix reads with, not which parts it was made of. */

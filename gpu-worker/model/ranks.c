@@ -2,7 +2,6 @@
 #include "gpu-worker/model/ranks.h"
 #include <errno.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -15,8 +14,7 @@
 #include "gpu-worker/backend/comm.h"
 #include "gpu-worker/log.h"
 
-/* A rank that cannot start ends with this status; rank 0 was told why and says it. */
-enum { STATUS_START = 1, END_POLLS = 200, END_POLL_MS = 10 };
+enum { STATUS_ORPHAN = 1, END_POLLS = 200, END_POLL_MS = 10 };
 
 struct ranks {
     struct comm_shared *shared;
@@ -38,15 +36,6 @@ bool ranks_lead(const struct ranks *ranks)
     return !ranks || ranks->comm->rank == 0;
 }
 
-uint32_t ranks_threads(const struct ranks *ranks)
-{
-    cpu_set_t set;
-    if (!ranks)
-        return 0;
-    uint32_t cores = sched_getaffinity(0, sizeof set, &set) == 0 ? (uint32_t)CPU_COUNT(&set) : 1, size = ranks->comm->size;
-    return cores > size ? cores / size : 1;
-}
-
 /* ---- the children ------------------------------------------------------------------------------------------------------ */
 
 static void be_child(uint32_t rank, pid_t parent)
@@ -56,7 +45,7 @@ static void be_child(uint32_t rank, pid_t parent)
     prctl(PR_SET_NAME, name);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) /* it ended before this was said */
-        _exit(STATUS_START);
+        _exit(STATUS_ORPHAN);
 }
 
 /* Returns the rank of this process, or -1: what could be started has been ended. */
@@ -101,7 +90,7 @@ static void *watch(void *context)
         if (r == ranks->comm->size)
             continue;
         atomic_store(&ranks->gone[r], true);
-        if (atomic_load(&ranks->ending) || (WIFEXITED(status) && WEXITSTATUS(status) <= STATUS_START))
+        if (atomic_load(&ranks->ending) || (WIFEXITED(status) && WEXITSTATUS(status) == 0))
             continue;
         if (WIFSIGNALED(status))
             log_fatal("rank %u of %u (process %d) was killed by signal %d (%s): the others cannot go on without it", r,

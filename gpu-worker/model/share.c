@@ -25,10 +25,11 @@ int share_of(struct share *out, const struct shape *shape, uint32_t ffn_block, u
     int failed = share_heads(out, shape, err);
     if (failed)
         return failed;
-    comm_share(shape->ffn, ffn_block > FFN_UNIT ? ffn_block : FFN_UNIT, size, rank, &out->first_ffn, &out->ffn);
+    uint32_t unit = ffn_block > FFN_UNIT ? ffn_block : FFN_UNIT;
+    comm_share(shape->ffn, unit, size, rank, &out->first_ffn, &out->ffn);
     comm_share(n_vocab, 1, size, rank, &out->first_id, &out->n_ids);
     if (size > 1 && (out->ffn == 0 || (n_vocab && out->n_ids == 0)))
         return kvg_fail(err, KVG_INVALID, "a feed-forward of %u in blocks of %u, or %u ids, cannot be divided among %u ranks",
-                        shape->ffn, ffn_block, n_vocab, size);
+                        shape->ffn, unit, n_vocab, size);
     return 0;
 }

@@ -197,13 +197,21 @@ def test_what_cannot_be_is_refused_in_one_line(toy, flags, status, text):
     assert len(faults) == 1 and text in faults[0]
 
 
-def test_a_plan_for_two_gpus_has_twice_the_memory(toy):
+def test_a_plan_for_two_gpus_has_twice_the_memory(toy, tmp_path):
+    wide = str(tmp_path / "wide.gguf")  # a feed-forward that 8 ranks can divide
+    toy_model.random_model(wide, shape=toy_model.Shape(hidden=128, layers=3, heads=8, kv_heads=4, ffn=256, context=1024), types="F32", seed=3)
+
+    def run(model, *flags):
+        return subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--plan", "--json", "--model", model, "--plan-machine", "h100", "--in",
+                               "500", *flags], capture_output=True, text=True, timeout=60)
+
     def plan(*flags):
-        done = subprocess.run([os.path.join(BUILD, "kvgate-worker"), "--plan", "--json", "--model", toy, "--plan-machine", "h100", "--in", "500",
-                               *flags], capture_output=True, text=True, timeout=60)
+        done = run(wide, *flags)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
     one, two, eight = plan(), plan("--tensor-parallel-size", "2"), plan("--tensor-parallel-size", "8")
     assert two["machine"] == "2 x h100" and two["memory"] == 2 * one["memory"] and two["bytes_per_s"] == 2 * one["bytes_per_s"]
     assert two["block_bytes"] == one["block_bytes"]
     assert eight["block_bytes"] == 2 * one["block_bytes"]  # 4 kv heads, each held twice
+    refused = run(toy, "--tensor-parallel-size", "8")  # as the worker refuses it
+    assert refused.returncode == 1 and "a feed-forward of 192 in blocks of 32, or 259 ids, cannot be divided among 8 ranks" in refused.stderr

@@ -101,13 +101,12 @@ static int choose_arithmetic(const char *name, enum cpu_arithmetic *out, struct 
     return kvg_fail(err, KVG_INVALID, "unknown --cpu-arithmetic \"%s\" (auto, int8, int16)", name);
 }
 
-static uint32_t usable_cores(void)
+/* All cores that this process may use; of a group, which shares them, a rank's part. */
+static uint32_t default_threads(const struct comm *comm)
 {
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) != 0)
-        return 1;
-    int n = CPU_COUNT(&set);
-    return n > 0 ? (uint32_t)n : 1;
+    uint32_t cores = sched_getaffinity(0, sizeof set, &set) == 0 ? (uint32_t)CPU_COUNT(&set) : 1, ranks = comm ? comm->size : 1;
+    return cores > ranks ? cores / ranks : 1;
 }
 
 /* ", int16 Q4_0 Q4_1" after what out holds. */
@@ -196,7 +195,7 @@ int cpu_backend_open(struct backend **out, const struct backend_options *options
         failed = choose_arithmetic(options->arithmetic, &arithmetic, err);
     if (failed)
         return failed;
-    uint32_t threads = options->threads ? options->threads : usable_cores();
+    uint32_t threads = options->threads ? options->threads : default_threads(options->comm);
     struct cpu_backend *cpu = calloc(1, sizeof *cpu);
     if (!cpu)
         return kvg_fail(err, KVG_NOMEM, "no memory for the CPU backend");

@@ -1,13 +1,10 @@
 #include "gpu-worker/backend/cpu/thread_pool.h"
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "gpu-worker/backend/sleep.h"
 
 enum {
     SPIN_PAUSES = 20000, /* of a worker between loops */
@@ -45,15 +42,6 @@ struct worker_start {
     uint32_t index;
 };
 
-static inline void cpu_pause(void)
-{
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static inline uint32_t piece_of(uint32_t left, uint32_t chunk, uint32_t n_threads)
 {
     if (chunk == THREAD_POOL_SHRINKING)
@@ -90,18 +78,14 @@ static void wait_for_epoch(struct thread_pool *pool, uint32_t seen)
             cpu_pause();
             continue;
         }
-        /* Sequentially consistent with `kick`: either it sees this sleeper, or the futex sees its epoch. */
-        atomic_fetch_add(&pool->sleepers, 1);
-        syscall(SYS_futex, &pool->epoch, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-        atomic_fetch_sub(&pool->sleepers, 1);
+        sleep_while(&pool->epoch, seen, &pool->sleepers, FUTEX_PRIVATE_FLAG);
     }
 }
 
 static void kick(struct thread_pool *pool)
 {
     atomic_fetch_add(&pool->epoch, 1);
-    if (atomic_load(&pool->sleepers))
-        syscall(SYS_futex, &pool->epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    wake_sleepers(&pool->epoch, &pool->sleepers, FUTEX_PRIVATE_FLAG);
 }
 
 static void *worker_main(void *arg)

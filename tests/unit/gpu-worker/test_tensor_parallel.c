@@ -15,6 +15,7 @@
 #include <string.h>
 #include <cmocka.h>
 #include "gpu-worker/model/model.h"
+#include "gpu-worker/model/ranks.h"
 #include "tests/unit/gpu-worker/rank_group.h"
 #include "tests/unit/gpu-worker/sanitized.h"
 
@@ -389,6 +390,34 @@ static void test_a_rank_that_sums_wrong_is_found(void **unused)
     close_world(&w);
 }
 
+/* ---- a rank that ends unasked ------------------------------------------------------------------------------------------ */
+
+/* The status with which rank 0, a child of the test, ends when its rank 1 does. */
+static int end_beside(int status_of_rank_1)
+{
+    static struct ranks *ranks;
+    int status;
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        alarm(RANK_LIMIT_SECONDS);
+        if (ranks_start(&ranks, 2, NULL))
+            _exit(1);
+        if (!ranks_lead(ranks))
+            _exit(status_of_rank_1);
+        for (;;)
+            pause();
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void test_a_rank_that_ends_unasked_ends_rank_0(void **unused)
+{
+    assert_int_equal(end_beside(1), 70);
+    assert_int_equal(end_beside(99), 70);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -396,6 +425,7 @@ int main(void)
         cmocka_unit_test_teardown(test_shapes_that_cannot_be_divided_are_refused_with_both_numbers, remove_toys),
         cmocka_unit_test_teardown(test_a_rank_that_fails_ends_the_start_of_all, remove_toys),
         cmocka_unit_test_teardown(test_a_rank_that_sums_wrong_is_found, remove_toys),
+        cmocka_unit_test(test_a_rank_that_ends_unasked_ends_rank_0),
         cmocka_unit_test(test_qwen_on_two_ranks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
