@@ -302,7 +302,7 @@ typedef struct {
     ngx_uint_t                     usage_matched;  /* bytes of the member's name that the reply's last bytes are */
 
     unsigned                       routed:1;    /* candidates are for use, not only for the log */
-    unsigned                       others:1;    /* those that Redis named are enough for now: the other known workers were not looked at */
+    unsigned                       others:1;    /* the known workers that Redis did not name are no candidates yet (add_others) */
     unsigned                       done:1;      /* the handler has nothing left to do */
     unsigned                       prompted:1;  /* it has a prompt to look at */
     unsigned                       waiting:1;   /* for a thread or for Redis */
@@ -435,7 +435,7 @@ ngx_http_kvgate_worker_t *ngx_http_kvgate_worker_find(ngx_http_kvgate_pool_t *po
 void ngx_http_kvgate_placements_alloc(ngx_http_kvgate_main_conf_t *conf, ngx_http_kvgate_pool_t *pool);
 /* The lease that was sent the longest beginning of the chain that is remembered, with its length in *blocks; 0: none. */
 uint32_t ngx_http_kvgate_placed(ngx_http_kvgate_pool_t *pool, const struct kvg_hash *chain, size_t n, uint32_t *blocks);
-/* Remembers that the chosen candidate is sent the prompt's blocks. Of one that fails, the next one takes the place. */
+/* Remembers that the chosen candidate is sent the prompt's blocks, instead of another that was before. */
 void ngx_http_kvgate_sent(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);
 /* Remembers a decision whose candidates stand. */
 void ngx_http_kvgate_remember(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx);

@@ -12,7 +12,7 @@
 
 typedef struct {
     ngx_http_request_t            *request;
-    ngx_http_kvgate_ctx_t         *ctx;        /* NULL where the location has no kvgate on */
+    ngx_http_kvgate_ctx_t         *ctx;
     ngx_uint_t                     next;       /* candidate */
     ngx_uint_t                     original_tries;
 
@@ -66,7 +66,7 @@ ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
         return NGX_BUSY;
     }
 
-    if (ctx == NULL || !ctx->routed) {
+    if (!ctx->routed) {
         return peer->original_get_peer(pc, peer->data);
     }
 
@@ -84,7 +84,6 @@ ngx_http_kvgate_get_peer(ngx_peer_connection_t *pc, void *data)
     }
 
     ngx_http_kvgate_peer_flight(peer, 1);
-    ngx_http_kvgate_sent(peer->request, ctx);
 
     pc->cached = 0;
     pc->connection = NULL;
@@ -208,18 +207,21 @@ ngx_http_kvgate_save_session(ngx_peer_connection_t *pc, void *data)
 #endif
 
 
-/* Stands before nginx's chain writer. The event of a FIN may not have been handled yet: look once more before the first byte. */
+/* Stands before nginx's chain writer. The event of a FIN may not have been handled yet: look once more before the first byte. Who is
+ * sent it is noted here: one that could not be reached keeps nothing of the prompt. */
 static ngx_int_t
 ngx_http_kvgate_output(void *data, ngx_chain_t *in)
 {
     char                     byte;
     ssize_t                  n;
     ngx_connection_t        *c;
+    ngx_uint_t               first;
     ngx_http_kvgate_peer_t  *peer = data;
 
     c = peer->request->upstream->peer.connection;
+    first = c && c->sent == 0;
 
-    if (c && c->sent == 0 && peer->request->upstream->peer.cached
+    if (first && peer->request->upstream->peer.cached
 #if (NGX_HTTP_SSL)
         && c->ssl == NULL
 #endif
@@ -230,6 +232,10 @@ ngx_http_kvgate_output(void *data, ngx_chain_t *in)
             ngx_log_error(NGX_LOG_INFO, c->log, 0, "kvgate: upstream closed a kept connection");
             return NGX_ERROR;
         }
+    }
+
+    if (first && peer->own) {
+        ngx_http_kvgate_sent(peer->request, peer->ctx);
     }
 
     return peer->original_output(peer->original_output_ctx, in);

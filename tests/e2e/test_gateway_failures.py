@@ -307,6 +307,28 @@ def test_without_redis_a_prompt_stays_with_who_served_it_after_a_failover():
             assert fleet.post(text + " and the next turn of it").headers["X-Kvgate-Worker"] == worker
 
 
+def test_without_redis_a_prompt_stays_with_who_has_it_when_nobody_could_be_reached_meanwhile():
+    """Not with the last of those that were tried then, which was never sent a byte of it."""
+    with Fleet(2, servers=["127.0.0.1:1"]) as fleet:
+        texts = [f"conversation {i}: " + f"word{i} " * 90 for i in range(6)]
+        served = {}
+        for text in texts:
+            fleet.settle()
+            served[text] = fleet.post(text).headers["X-Kvgate-Worker"]
+        for worker in fleet.workers:
+            worker.stop()
+        for text in texts:
+            fleet.settle()
+            assert fleet.post(text + " and the next turn of it").status_code == 502
+        for worker in fleet.workers:
+            worker.start()
+        wait_until(lambda: all(w["reachable"] for w in fleet.gateway.status()["models"][0]["workers"]), 10, "marks cleared")
+        fleet.redis.kill()
+        wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 20, "Redis seen gone")
+        for text, worker in served.items():
+            assert fleet.post(text + " and the next turn of it").headers["X-Kvgate-Worker"] == worker
+
+
 def test_without_redis_a_head_that_many_share_follows_the_order_of_all_gateways():
     """Of a prompt over 1,024 tokens, of which only the beginning was sent before: rendezvous, not the worker that had it last."""
     with Fleet(4) as fleet:
