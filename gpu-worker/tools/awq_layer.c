@@ -38,16 +38,6 @@ float *awq_layer_divisors(const struct awq_layer *awq, const char *name, uint32_
     return NULL;
 }
 
-static const float *sums_of(const struct awq_layer *awq, const char *name, uint32_t cols, struct kvg_error *err)
-{
-    uint32_t n = 0;
-    const float *sums = calibration_sum(awq->calibration, name, &n);
-    if (sums && n == cols)
-        return sums;
-    kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-    return NULL;
-}
-
 /* The matrices that share an input are read, searched together and dropped. */
 static int search_set(struct awq_layer *awq, int set, struct kvg_error *err)
 {
@@ -63,7 +53,7 @@ static int search_set(struct awq_layer *awq, int set, struct kvg_error *err)
             continue;
         snprintf(name, sizeof name, "blk.%d.%s.weight", awq->layer, scaled[i].part);
         if (!(failed = awq->read(awq->context, name, &weights[n], &rows, &cols, err))) {
-            failed = (sums = sums_of(awq, name, cols, err)) ? 0 : err->code;
+            failed = (sums = calibration_sum(awq->calibration, name, cols, err)) ? 0 : err->code;
             matrices[n] = (struct awq_matrix){weights[n], rows};
             n++;
         }
@@ -102,7 +92,7 @@ int awq_layer_round(const struct awq_layer *awq, const char *name, float *w, str
 {
     uint32_t n = 0;
     const float *columns = column_scales(awq, name), *divisors = awq_layer_divisors(awq, name, &n), *sums;
-    if (!(sums = sums_of(awq, name, cols, err)))
+    if (!(sums = calibration_sum(awq->calibration, name, cols, err)))
         return err->code;
     if (divisors && n != rows)
         return kvg_fail(err, KVG_UNSUPPORTED, "%s has %u rows, what it feeds %u columns", name, rows, n);

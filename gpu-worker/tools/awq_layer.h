@@ -14,7 +14,7 @@
 enum { AWQ_ATTN, AWQ_FFN, AWQ_DOWN, AWQ_SETS };
 
 struct awq_layer {
-    /* Set by the caller. read: the matrix `name` as f32, malloc'd, which the callee's caller frees. */
+    /* Set by the caller. read: the matrix `name` as f32, malloc'd; it is freed here, NULL after an error. */
     int (*read)(void *context, const char *name, float **weights, uint32_t *rows, uint32_t *cols, struct kvg_error *err);
     void *context;
     struct calibration *calibration;

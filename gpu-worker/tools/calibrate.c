@@ -344,13 +344,20 @@ static struct sum *find_sum(const struct calibration *c, const char *name)
     return NULL;
 }
 
-const float *calibration_sum(struct calibration *c, const char *name, uint32_t *n)
+/* That of a matrix with so many columns. */
+static struct sum *sum_of(const struct calibration *c, const char *name, uint32_t cols, struct kvg_error *err)
 {
-    const struct sum *sum = find_sum(c, name);
-    if (!sum || sum->factored)
-        return NULL;
-    *n = sum->n;
-    return sum->values;
+    struct sum *sum = find_sum(c, name);
+    if (sum && sum->n == cols)
+        return sum;
+    kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
+    return NULL;
+}
+
+const float *calibration_sum(const struct calibration *c, const char *name, uint32_t cols, struct kvg_error *err)
+{
+    const struct sum *sum = sum_of(c, name, cols, err);
+    return sum ? sum->values : NULL;
 }
 
 struct column {
@@ -397,14 +404,12 @@ const uint32_t *calibration_order(const struct calibration *c, const char *name)
     return sum ? sum->order : NULL;
 }
 
-const float *calibration_factor(struct calibration *c, const char *name, uint32_t *n, struct kvg_error *err)
+const float *calibration_factor(struct calibration *c, const char *name, uint32_t cols, struct kvg_error *err)
 {
     struct kvg_error cause = {0};
-    struct sum *sum = find_sum(c, name);
-    err->code = KVG_OK;
+    struct sum *sum = sum_of(c, name, cols, err);
     if (!sum)
         return NULL;
-    *n = sum->n;
     if (!sum->factored) {
         int failed = c->options.act_order ? order_columns(sum, &cause) : 0;
         failed = failed ? failed : gptq_prepare(sum->values, sum->n, CALIBRATION_DAMPING, &cause);

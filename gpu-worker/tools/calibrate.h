@@ -29,12 +29,12 @@ const struct family *calibration_family(const struct calibration *calibration);
  * layer and as many after it as fit into the memory; those of earlier passes are dropped. Layers are asked for in ascending
  * order. */
 int calibration_reach(struct calibration *calibration, uint32_t layer, struct kvg_error *err);
-/* The factor of gptq.h for the inputs of this matrix, [n, n], n to *n: computed once for the matrices that share their input. It
- * belongs to the calibration and lives until the next pass. NULL with err->code KVG_OK where the matrix was not run, else an
- * error. */
-const float *calibration_factor(struct calibration *calibration, const char *name, uint32_t *n, struct kvg_error *err);
+/* The factor of gptq.h for the inputs of this matrix, [cols, cols]: computed once for the matrices that share their input. It
+ * belongs to the calibration and lives until the next pass. NULL: an error, KVG_UNSUPPORTED where the matrix was not run with
+ * that many columns. */
+const float *calibration_factor(struct calibration *calibration, const char *name, uint32_t cols, struct kvg_error *err);
 /* With act_order, after calibration_factor: row and column i of the factor are of the matrix' column order[i]. It lives as long
  * as the factor. NULL: i itself. */
 const uint32_t *calibration_order(const struct calibration *calibration, const char *name);
-/* The sums themselves, upper triangle; NULL where the matrix was not run. Not after its factor was asked for. */
-const float *calibration_sum(struct calibration *calibration, const char *name, uint32_t *n);
+/* The sums themselves, [cols, cols], upper triangle; NULL: as above. Not after its factor was asked for. */
+const float *calibration_sum(const struct calibration *calibration, const char *name, uint32_t cols, struct kvg_error *err);

@@ -40,11 +40,18 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         const char *name;
         const char **text;
         uint32_t *count, most;
+        bool *set; /* without a value */
     } known[] = {
-        {"--format", &flags->format, NULL, 0},           {"--calibration", &flags->calibration, NULL, 0},
-        {"--tokens", NULL, &flags->tokens, 1u << 26},    {"--context", NULL, &flags->context, 1 << 16},
-        {"--group", NULL, &flags->group, 128},           {"--threads", NULL, &flags->threads, 1024},
-        {"--memory", NULL, &flags->memory_mib, 1 << 24},
+        {"--format", &flags->format, NULL, 0, NULL},
+        {"--calibration", &flags->calibration, NULL, 0, NULL},
+        {"--tokens", NULL, &flags->tokens, 1u << 26, NULL},
+        {"--context", NULL, &flags->context, 1 << 16, NULL},
+        {"--group", NULL, &flags->group, 128, NULL},
+        {"--threads", NULL, &flags->threads, 1024, NULL},
+        {"--memory", NULL, &flags->memory_mib, 1 << 24, NULL},
+        {"--lm-head", NULL, NULL, 0, &flags->lm_head},
+        {"--awq", NULL, NULL, 0, &flags->awq},
+        {"--act-order", NULL, NULL, 0, &flags->act_order},
     };
     for (int i = 1; i < argc; i++) {
         size_t k = 0;
@@ -52,18 +59,6 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         if (strcmp(argv[i], "--help") == 0) {
             puts(help);
             exit(0);
-        }
-        if (strcmp(argv[i], "--lm-head") == 0) {
-            flags->lm_head = true;
-            continue;
-        }
-        if (strcmp(argv[i], "--awq") == 0) {
-            flags->awq = true;
-            continue;
-        }
-        if (strcmp(argv[i], "--act-order") == 0) {
-            flags->act_order = true;
-            continue;
         }
         if (strncmp(argv[i], "--", 2) != 0) {
             if (flags->in && flags->out)
@@ -73,8 +68,14 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         }
         while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
             k++;
-        if (k == sizeof known / sizeof *known || i + 1 == argc)
-            usage(argv[i], k == sizeof known / sizeof *known ? "is not known" : "needs a value");
+        if (k == sizeof known / sizeof *known)
+            usage(argv[i], "is not known");
+        if (known[k].set) {
+            *known[k].set = true;
+            continue;
+        }
+        if (i + 1 == argc)
+            usage(argv[i], "needs a value");
         const char *value = argv[++i];
         if (known[k].text) {
             *known[k].text = value;

@@ -212,16 +212,12 @@ static int round_matrix(struct work *work, const struct kvg_gguf_tensor *tensor,
                         struct kvg_error *err)
 {
     char name[64];
-    uint32_t n = 0, n_rows = (uint32_t)tensor->dims[1], cols = (uint32_t)rows->cols, threads = work->flags->threads;
+    uint32_t n_rows = (uint32_t)tensor->dims[1], cols = (uint32_t)rows->cols, threads = work->flags->threads;
     short_name(tensor->name, name);
     if (work->flags->awq)
         return awq_layer_round(&work->awq, name, rows->decoded, ranges, n_rows, cols, err);
-    const float *factor = calibration_factor(work->calibration, name, &n, err);
-    if (!factor && err->code != KVG_OK)
-        return err->code;
-    if (!factor || n != cols)
-        return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
-    return gptq_quantize(rows->decoded, ranges, n_rows, cols, factor, &q4_0_grid, threads, err);
+    const float *factor = calibration_factor(work->calibration, name, cols, err);
+    return factor ? gptq_quantize(rows->decoded, ranges, n_rows, cols, factor, &q4_0_grid, threads, err) : (int)err->code;
 }
 
 static int write_calibrated(struct work *work, const struct kvg_gguf_tensor *tensor, struct rows *rows, struct kvg_error *err)

@@ -38,6 +38,7 @@ struct hf {
     struct entry *entries; /* [n_tensors], layer after layer */
     enum kind format;
     struct grid grid;
+    char out[HF_PATH];    /* OUT without slashes at its end */
     char folder[HF_PATH]; /* OUT.PID.part */
     FILE *file;
     struct calibration *calibration;
@@ -257,13 +258,10 @@ static int reorder(struct matrix *m, const uint32_t *order, struct kvg_error *er
 /* GPTQ; *order: the columns' afterwards, NULL: as they were. */
 static int round_gptq(struct hf *hf, struct matrix *m, const char *name, const uint32_t **order, struct kvg_error *err)
 {
-    uint32_t n = 0;
     int failed;
-    const float *factor = calibration_factor(hf->calibration, name, &n, err);
-    if (!factor && err->code != KVG_OK)
+    const float *factor = calibration_factor(hf->calibration, name, (uint32_t)m->cols, err);
+    if (!factor)
         return err->code;
-    if (!factor || n != m->cols)
-        return kvg_fail(err, KVG_UNSUPPORTED, "%s takes no part in the model's products: it cannot be calibrated", name);
     if ((*order = calibration_order(hf->calibration, name)) && (failed = reorder(m, *order, err)))
         return failed;
     return gptq_quantize(m->values, m->ranges, (uint32_t)m->rows, (uint32_t)m->cols, factor, &hf->grid, hf->flags->threads, err);
@@ -466,8 +464,8 @@ static int write_folder(struct hf *hf, struct kvg_error *err)
     if ((failed = hf_files_config(hf->flags->in, hf->folder, &config, err)) ||
         (failed = hf_files_copy(hf->flags->in, hf->folder, err)) || (failed = write_weights(hf, err)))
         hf_files_remove(hf->folder);
-    else if (rename(hf->folder, hf->flags->out) != 0) {
-        failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->flags->out, strerror(errno));
+    else if (rename(hf->folder, hf->out) != 0) {
+        failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->out, strerror(errno));
         hf_files_remove(hf->folder);
     }
     kvg_buf_free(&config);
@@ -495,6 +493,18 @@ static int calibrate(struct hf *hf, struct kvg_error *err)
     return failed;
 }
 
+/* -1: the path is too long. */
+static int name_folder(struct hf *hf)
+{
+    size_t n = strlen(hf->flags->out);
+    while (n > 1 && hf->flags->out[n - 1] == '/')
+        n--;
+    if (n >= sizeof hf->out)
+        return -1;
+    snprintf(hf->out, sizeof hf->out, "%.*s", (int)n, hf->flags->out);
+    return snprintf(hf->folder, sizeof hf->folder, "%s.%ld.part", hf->out, (long)getpid()) < 4096 ? 0 : -1;
+}
+
 static enum kind format_of(const struct quantize_flags *flags)
 {
     return strcmp(flags->format, "w8a8") == 0 ? W8A8 : strcmp(flags->format, "gptq-int4") == 0 ? GPTQ : AWQ;
@@ -506,10 +516,10 @@ int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
     struct stat there;
     int failed;
     hf.grid = (struct grid){flags->group, hf.format == AWQ ? grid_fit_asymmetric : grid_fit_symmetric};
-    if (lstat(flags->out, &there) == 0)
-        return kvg_fail(err, KVG_FILE, "%.200s exists already", flags->out);
-    if (snprintf(hf.folder, sizeof hf.folder, "%s.%ld.part", flags->out, (long)getpid()) >= 4096)
+    if (name_folder(&hf) != 0)
         return kvg_fail(err, KVG_INVALID, "the path %.200s is too long", flags->out);
+    if (lstat(hf.out, &there) == 0)
+        return kvg_fail(err, KVG_FILE, "%.200s exists already", hf.out);
     if ((failed = safetensors_open(&hf.source, flags->in, err)))
         return failed;
     if (flags->lm_head && !safetensors_find(hf.source, "lm_head.weight"))

@@ -51,6 +51,14 @@ def folder(tmp_path_factory):
     return str(path / "hf")
 
 
+def test_slashes_at_the_end_of_names_are_no_part_of_them(folder, tmp_path):
+    done = quantize(folder + "/", f"{tmp_path}/out//", "--format", "w8a8")
+    assert done.returncode == 0, done.stderr
+    again = quantize(folder, f"{tmp_path}/out/", "--format", "w8a8")
+    assert again.returncode == 1 and "exists already" in again.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "model.safetensors").exists()
+
+
 def names():
     return [f"model.layers.{layer}.{part}" for layer in range(2) for part in LINEARS]
 

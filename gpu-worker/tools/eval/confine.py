@@ -201,10 +201,10 @@ def run(program, seconds=10, memory=MEMORY):
     options = {"give_up_root": give_up_root, "seconds": int(seconds), "memory": memory, "file_size": FILE_SIZE, "needed": NEEDED, "token": token}
     reader, writer = os.pipe()
     launch = [python, "-I", "-S", "-c", f"import os; os.dup2({writer}, 3); os.closerange(4, 256)\n" + CHILD, json.dumps(options)]
+    start = time.monotonic()
     child = subprocess.Popen(launch, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[writer],
                              start_new_session=True, env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}, cwd="/")
     os.close(writer)
-    start = time.monotonic()
     try:
         try:
             child.stdin.write(program.encode())
