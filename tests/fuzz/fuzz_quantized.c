@@ -48,7 +48,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     unsigned char *bytes = malloc(size);
     memcpy(bytes, data + 1, size - 1);
     if (safetensors_parse(&folder, bytes, size - 1, &err) == 0) {
-        const struct quantization *method = &methods[data[0] % (sizeof methods / sizeof *methods)];
+        const struct quantization *method = &methods[(data[0] & 0x7f) % (sizeof methods / sizeof *methods)];
         if (quantized_has(method, folder, "m.weight") &&
             quantized_read(&matrix, method, folder, "m.weight", ROWS, COLS, data[0] & 0x80, true, &err) == 0) {
             for (uint32_t r = 0; r < ROWS; r++)
