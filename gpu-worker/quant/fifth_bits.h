@@ -10,8 +10,8 @@ static inline void unpack_5_bits(const uint8_t qs[16], const uint8_t qh[4], uint
         q[i] = qs[i] & 15;
         q[16 + i] = qs[i] >> 4;
     }
-    for (int i = 0; i < 4;
-         i++) { /* eight at a time: byte j of x is 0 or 1 << j, and 0x7f more carries either into bit 7 or not */
+    /* Eight at a time: byte j of x is 0 or 1 << j, and 0x7f more carries either into bit 7 or not. */
+    for (int i = 0; i < 4; i++) {
         uint64_t x = qh[i] * UINT64_C(0x0101010101010101) & UINT64_C(0x8040201008040201), codes;
         memcpy(&codes, q + 8 * i, sizeof codes);
         codes |= (x + UINT64_C(0x7f7f7f7f7f7f7f7f)) >> 3 & UINT64_C(0x1010101010101010);

@@ -26,6 +26,9 @@ struct row_place {
     uint32_t position, block, slot;
 };
 
+/* Forms of its input that a matrix may read, as bits. */
+enum acts_form { ACTS_FLOATS = 1, ACTS_INT8 = 2, ACTS_INT16 = 4, ACTS_ROWS8 = 8, ACTS_ROWS16 = 16 };
+
 struct cpu_backend {
     struct backend base;
     struct kernels kernels;
@@ -48,11 +51,11 @@ struct cpu_backend {
     size_t acts_values, int16_values; /* capacity: rows * cols */
     size_t rows8_bytes, rows16_bytes;
     struct attention_scratch *attention; /* [threads] */
-    float *sampling;                     /* [threads][most weight rows] */
+    float *sampling;                     /* [threads][most_cols] */
     float *scratch; /* [threads][scratch_floats]: an input row (two where it is reordered), or two panels' results of GATED_ROWS
                        rows */
     size_t scratch_floats;
-    uint32_t most_rows;
+    uint32_t most_cols; /* of an activation */
 
     /* The current step. */
     struct backend_step step;
@@ -64,6 +67,17 @@ struct cpu_backend {
 static inline struct cpu_backend *cpu_of(struct backend *backend)
 {
     return (struct cpu_backend *)backend;
+}
+
+static inline enum acts_form cpu_acts_form(const struct cpu_backend *cpu, const struct panels *panels)
+{
+    if (panels->kind == PANEL_W8A8)
+        return ACTS_ROWS8;
+    if (panels->kind == PANEL_BF16 && cpu->kernels.round_rows16)
+        return ACTS_ROWS16;
+    if (panels->scales == QUANT_FLOAT)
+        return ACTS_FLOATS;
+    return panels_int16(panels) || panels_w4a16(panels) ? ACTS_INT16 : ACTS_INT8;
 }
 
 /* 64-byte aligned, n bytes rounded up; NULL when memory is out. */

@@ -393,11 +393,13 @@ static void describe_tile(const struct attention_job *job, const struct attentio
     }
 }
 
-static struct attention_state partial_of(const struct cpu_backend *cpu, uint32_t kv_head, uint32_t i, uint32_t n_rows)
+static void partials_of(const struct cpu_backend *cpu, uint32_t kv_head, uint32_t first, uint32_t n, uint32_t n_rows,
+                        struct attention_state states[])
 {
     const struct attention_plan *plan = cpu->plan;
-    float *memory = plan->partials + ((size_t)kv_head * plan->n_partials + i) * plan->partial_floats;
-    return attention_state_at(memory, n_rows, cpu->kv.head_dim);
+    float *memory = plan->partials + ((size_t)kv_head * plan->n_partials + first) * plan->partial_floats;
+    for (uint32_t i = 0; i < n; i++)
+        states[i] = attention_state_at(memory + i * plan->partial_floats, n_rows, cpu->kv.head_dim);
 }
 
 static struct attention_state common_state(const struct cpu_backend *cpu, uint32_t tile, uint32_t kv_head)
@@ -489,13 +491,13 @@ static void attend_piece(struct attention_job *job, const struct attention_piece
         return;
     }
     struct attention_state states[MOST_SEGMENTS];
-    for (uint32_t i = 0; i < piece->n_segments; i++)
-        states[i] = partial_of(cpu, kv_head, piece->before + i, tile.n_rows);
-    kernels->attend(&tile, &cpu->attention[thread], states + piece->segment);
+    partials_of(cpu, kv_head, piece->before + piece->segment, piece->run, tile.n_rows, states);
+    kernels->attend(&tile, &cpu->attention[thread], states);
     _Atomic uint32_t *left = &cpu->plan->left[(size_t)kv_head * MOST_SPLIT + piece->index];
     if (atomic_fetch_sub_explicit(left, piece->run, memory_order_acq_rel) != piece->run)
         return;
     atomic_store_explicit(left, piece->n_segments, memory_order_relaxed); /* for the next layer */
+    partials_of(cpu, kv_head, piece->before, piece->n_segments, tile.n_rows, states);
     kernels->combine(&tile, states, piece->n_segments);
 }
 

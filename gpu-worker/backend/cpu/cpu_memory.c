@@ -80,13 +80,13 @@ static struct tensor *tensor_new(struct cpu_backend *cpu, uint32_t rows, uint32_
     return tensor;
 }
 
-static int grow_sampling(struct cpu_backend *cpu, uint32_t rows, struct kvg_error *err)
+static int grow_sampling(struct cpu_backend *cpu, uint32_t cols, struct kvg_error *err)
 {
-    if (rows <= cpu->most_rows)
+    if (cols <= cpu->most_cols)
         return 0;
     free(cpu->sampling);
-    cpu->sampling = cpu_alloc((size_t)thread_pool_size(cpu->pool) * rows * sizeof *cpu->sampling);
-    cpu->most_rows = cpu->sampling ? rows : 0;
+    cpu->sampling = cpu_alloc((size_t)thread_pool_size(cpu->pool) * cols * sizeof *cpu->sampling);
+    cpu->most_cols = cpu->sampling ? cols : 0;
     return cpu->sampling ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for sampling scratch");
 }
 
@@ -99,7 +99,7 @@ int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, 
     if (!tensor || !tensor->data)
         return kvg_fail(err, KVG_NOMEM, "no memory for activations of %u x %u values", rows, cols);
     *out = tensor;
-    return grow_sampling(cpu, cols, err); /* logits are wider than a rank's part of the output matrix */
+    return grow_sampling(cpu, cols, err); /* it may be to hold logits */
 }
 
 struct pack_job {
@@ -170,20 +170,10 @@ static int grow_rows16(struct cpu_backend *cpu, uint32_t most, uint32_t cols, st
     return a->rows16 ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for %u rows of %u BF16 activations", most, cols);
 }
 
-/* Room for max_rows rows of activations as wide as the widest weight of their form. */
-static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struct kvg_error *err)
+static int grow_int8_acts(struct cpu_backend *cpu, uint32_t most, uint32_t cols, struct kvg_error *err)
 {
     struct acts *a = &cpu->acts;
-    uint32_t most = cpu->options.max_rows > cpu->options.max_outputs ? cpu->options.max_rows : cpu->options.max_outputs;
-    if (panels->kind == PANEL_BF16 && cpu->kernels.round_rows16)
-        return grow_rows16(cpu, most, panels->cols, err);
-    if (panels->kind == PANEL_W8A8)
-        return grow_rows8(cpu, most, panels->cols, err);
-    if (panels_int16(panels) || panels_w4a16(panels))
-        return grow_int16_acts(cpu, most, panels->cols, err);
-    if (panels->scales == QUANT_FLOAT)
-        return 0;
-    size_t values = (size_t)most * panels->cols, groups = values / QUANT_GROUP;
+    size_t values = (size_t)most * cols, groups = values / QUANT_GROUP;
     if (values <= cpu->acts_values)
         return 0;
     free(a->q), free(a->d), free(a->s), free(a->sum), free(a->low);
@@ -197,6 +187,25 @@ static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struc
     if (!a->q || !a->d || !a->s || !a->sum || !a->low)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu quantized activations", values);
     cpu->acts_values = values;
+    return 0;
+}
+
+/* Room for max_rows rows of activations as wide as the widest weight of their form. */
+static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struct kvg_error *err)
+{
+    uint32_t most = cpu->options.max_rows > cpu->options.max_outputs ? cpu->options.max_rows : cpu->options.max_outputs;
+    switch (cpu_acts_form(cpu, panels)) {
+    case ACTS_FLOATS:
+        return 0;
+    case ACTS_INT8:
+        return grow_int8_acts(cpu, most, panels->cols, err);
+    case ACTS_INT16:
+        return grow_int16_acts(cpu, most, panels->cols, err);
+    case ACTS_ROWS8:
+        return grow_rows8(cpu, most, panels->cols, err);
+    case ACTS_ROWS16:
+        return grow_rows16(cpu, most, panels->cols, err);
+    }
     return 0;
 }
 
@@ -263,10 +272,9 @@ static int finish_weight(struct cpu_backend *cpu, struct tensor *tensor, const s
                          struct kvg_error *err)
 {
     int failed = grow_acts(cpu, &tensor->panels, err);
-    if (failed || (weight->order && (failed = keep_order(cpu, tensor, weight, err))) ||
-        (failed = grow_scratch(cpu, weight->order ? 2 * weight->cols : weight->cols, err)))
+    if (failed || (weight->order && (failed = keep_order(cpu, tensor, weight, err))))
         return failed;
-    return grow_sampling(cpu, weight->rows, err);
+    return grow_scratch(cpu, weight->order ? 2 * weight->cols : weight->cols, err);
 }
 
 struct pack_grouped_job {

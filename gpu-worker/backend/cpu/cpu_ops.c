@@ -284,7 +284,7 @@ static void sample_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end
     uint32_t n_vocab = job->x->cols;
     for (uint32_t i = first; i < end; i++)
         sample_row_cpu(job->x->data + (size_t)job->rows[i].output * n_vocab, n_vocab, &job->rows[i],
-                       job->cpu->sampling + (size_t)thread * job->cpu->most_rows, &job->results[i]);
+                       job->cpu->sampling + (size_t)thread * job->cpu->most_cols, &job->results[i]);
 }
 
 int cpu_sample(struct backend *backend, const struct tensor *logits, const struct sample_row *rows, uint32_t n,
@@ -300,56 +300,32 @@ int cpu_sample(struct backend *backend, const struct tensor *logits, const struc
 
 /* ---- products ---- */
 
-/* What the weights of a product read: which forms of its input. */
-struct forms {
-    bool int8, int16, rows8, rows16, floats;
-};
-
-static void add_form(const struct cpu_backend *cpu, const struct panels *panels, struct forms *forms)
+/* The acts_forms of its input that the weights of a product read. */
+static uint32_t forms_of(const struct cpu_backend *cpu, const struct tensor *const weights[], uint32_t n)
 {
-    if (panels->kind == PANEL_W8A8)
-        forms->rows8 = true;
-    else if (panels->kind == PANEL_BF16 && cpu->kernels.round_rows16)
-        forms->rows16 = true;
-    else if (panels->scales == QUANT_FLOAT)
-        forms->floats = true;
-    else if (panels_int16(panels) || panels_w4a16(panels))
-        forms->int16 = true;
-    else
-        forms->int8 = true;
-}
-
-static struct forms forms_of(const struct cpu_backend *cpu, const struct tensor *const weights[], uint32_t n)
-{
-    struct forms forms = {0};
+    uint32_t forms = 0;
     for (uint32_t i = 0; i < n; i++)
-        add_form(cpu, &weights[i]->panels, &forms);
+        forms |= cpu_acts_form(cpu, &weights[i]->panels);
     return forms;
-}
-
-static bool any_rounded(struct forms forms)
-{
-    return forms.int8 || forms.int16 || forms.rows8 || forms.rows16;
 }
 
 struct input_job {
     struct cpu_backend *cpu;
-    struct forms forms;
+    uint32_t forms;
     const struct tensor *x;
     const struct backend_norm *norm; /* or NULL */
     const uint32_t *order;           /* of the columns, or NULL */
 };
 
-static void quantize_rows(const struct cpu_backend *cpu, struct forms forms, const struct acts *acts, uint32_t first,
-                          uint32_t end)
+static void quantize_rows(const struct cpu_backend *cpu, uint32_t forms, const struct acts *acts, uint32_t first, uint32_t end)
 {
-    if (forms.int8)
+    if (forms & ACTS_INT8)
         cpu->kernels.quantize(acts, first, end);
-    if (forms.int16)
+    if (forms & ACTS_INT16)
         cpu->kernels.quantize_int16(acts, first, end);
-    if (forms.rows8)
+    if (forms & ACTS_ROWS8)
         cpu->kernels.quantize_rows8(acts, first, end);
-    if (forms.rows16)
+    if (forms & ACTS_ROWS16)
         cpu->kernels.round_rows16(acts, first, end);
 }
 
@@ -390,9 +366,9 @@ static void input_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 /* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights, which
  * have no order. The rows of a tile share cache lines, so a thread takes whole tiles where there are several. */
 static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
-                          struct forms forms, const uint32_t *order)
+                          uint32_t forms, const uint32_t *order)
 {
-    if (norm && forms.floats) {
+    if (norm && forms & ACTS_FLOATS) {
         cpu_rmsnorm(&cpu->base, n, x, norm->weight, norm->eps, norm->scratch);
         x = norm->scratch;
         norm = NULL;
@@ -402,9 +378,9 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.x = x->data;
     cpu->acts.sums_below = cpu->kernels.int16_sums_below;
     struct input_job job = {cpu, forms, x, norm, order};
-    if (any_rounded(forms) && n >= 2 * ACTS_TILE)
+    if (forms & ~ACTS_FLOATS && n >= 2 * ACTS_TILE)
         thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);
-    else if (any_rounded(forms))
+    else if (forms & ~ACTS_FLOATS)
         for_rows(cpu, n, x->cols, input_rows, &job);
 }
 
@@ -417,11 +393,11 @@ struct product_job {
 };
 
 /* Runs `item` over n_panels panels for every pass over at most `most` rows. */
-static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint32_t n_panels, struct forms forms,
+static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint32_t n_panels, uint32_t forms,
                        thread_pool_item item)
 {
     struct thread_pool *pool = job->cpu->pool;
-    uint32_t row_bytes = job->cpu->acts.cols * (forms.floats ? 4 : forms.int16 || forms.rows16 ? 2 : 1);
+    uint32_t row_bytes = job->cpu->acts.cols * (forms & ACTS_FLOATS ? 4 : forms & (ACTS_INT16 | ACTS_ROWS16) ? 2 : 1);
     uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
     pass = pass > most ? most : pass < ACTS_TILE ? ACTS_TILE : pass;
     uint32_t passes = (n + pass - 1) / pass;
@@ -454,7 +430,7 @@ static void multiply_alike(struct cpu_backend *cpu, uint32_t n, const struct ten
                            const struct backend_matmul *args)
 {
     struct product_job job = {.cpu = cpu, .args = args};
-    struct forms forms = forms_of(cpu, args->weights, args->count);
+    uint32_t forms = forms_of(cpu, args->weights, args->count);
     uint32_t n_panels = 0;
     for (uint32_t i = 0; i < args->count; i++)
         n_panels += args->weights[i]->panels.n_panels;
@@ -515,7 +491,7 @@ void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *
 {
     struct cpu_backend *cpu = cpu_of(backend);
     struct product_job job = {.cpu = cpu, .gated = args, .gate_done = args->gate->order != args->up->order};
-    struct forms forms = forms_of(cpu, (const struct tensor *const[]){args->up, args->gate}, job.gate_done ? 1 : 2);
+    uint32_t forms = forms_of(cpu, (const struct tensor *const[]){args->up, args->gate}, job.gate_done ? 1 : 2);
     struct backend_matmul gate = {.count = 1, .weights = {args->gate}, .outs = {args->out}};
     if (job.gate_done)
         multiply(cpu, n, x, norm, &gate);

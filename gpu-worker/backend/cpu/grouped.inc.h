@@ -4,8 +4,6 @@
  * the order of the groups everywhere.
  */
 
-enum { GROUPED_AHEAD = 3072 /* bytes, as PREFETCH_AHEAD */ };
-
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 /* Code sums of a whole group fit; the product of bytes is that of unsigned activations. */
 enum { V_WIDE_SUMS = 1, V_SHIFTED_ROWS = 1 };
@@ -133,8 +131,8 @@ V_INLINE void w8a8_rows(const uint8_t *panel, const struct acts *a, uint32_t til
         for (int g = 0; g < UNIT_LINES; g++) {
             u8x64 line0 = u8x64_load(unit + g * LINE), line1 = u8x64_load(unit + UNIT_HALF + g * LINE);
             int part = n <= 2 ? g % PARTS : 0;
-            v_prefetch(unit + GROUPED_AHEAD + g * LINE);
-            v_prefetch(unit + GROUPED_AHEAD + UNIT_HALF + g * LINE);
+            v_prefetch(unit + PREFETCH_AHEAD + g * LINE);
+            v_prefetch(unit + PREFETCH_AHEAD + UNIT_HALF + g * LINE);
             for (int r = 0; r < n; r++) {
                 sums[r][0][part] = i32x16_dot_rows8(sums[r][0][part], line0, x + r * UNIT_BYTES + 4 * g);
                 sums[r][1][part] = i32x16_dot_rows8(sums[r][1][part], line1, x + r * UNIT_BYTES + 4 * g);
@@ -164,7 +162,7 @@ V_INLINE void w4a16_sums(const uint8_t *cell, uint32_t blocks, const struct acts
     for (uint32_t b = 0; b < blocks; b++, cell += 8 * LINE) {
         size_t at = plane + b / 2 * height * INT16_UNIT + b % 2 * QUANT_GROUP;
         for (uint32_t i = 0; h == 0 && i < 8; i++)
-            v_prefetch(cell + GROUPED_AHEAD + i * LINE);
+            v_prefetch(cell + PREFETCH_AHEAD + i * LINE);
         V_UNROLL
         for (int g = 0; g < 4; g++)
             for (uint32_t i = 0; i < halves; i++) {

@@ -50,14 +50,6 @@ static void pack_w8a8(const struct panels *panels, const struct grouped_rows *ro
     }
 }
 
-/* 32 codes of a row, at 4 bytes of each of 4 lines. */
-static void pack_nibbles(const uint8_t *q, uint8_t *lines)
-{
-    for (int g = 0; g < 4; g++)
-        for (int i = 0; i < 4; i++)
-            lines[g * LINE + i] = (uint8_t)(q[4 * g + i] | q[16 + 4 * g + i] << 4);
-}
-
 static void pack_w4a16(const struct panels *panels, const struct grouped_rows *rows, uint32_t n, bool zeros, uint8_t *panel)
 {
     uint32_t groups = panels->cols / panels->group;
@@ -70,8 +62,8 @@ static void pack_w4a16(const struct panels *panels, const struct grouped_rows *r
             if (zeros)
                 panel[g * PANEL_ROWS + r] = rows->zero[r * groups + g];
             for (size_t k = 0; k < panels->group; k += QUANT_GROUP)
-                pack_nibbles(rows->q + (size_t)r * panels->cols + g * panels->group + k,
-                             cell + LINE + k * PANEL_ROWS / 2 + r / 16 * 4 * LINE + r % 16 * 4);
+                panel_pack_codes(4, rows->q + (size_t)r * panels->cols + g * panels->group + k, r % 16,
+                                 cell + LINE + k * PANEL_ROWS / 2 + r / 16 * 4 * LINE);
         }
 }
 

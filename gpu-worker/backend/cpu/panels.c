@@ -114,7 +114,7 @@ static uint32_t four_codes(const uint8_t *q)
     return x;
 }
 
-static void pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lane, uint8_t *half)
+void panel_pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lane, uint8_t *half)
 {
     const uint32_t nibbles = 0x0f0f0f0f, lowest = 0x01010101, gather = 0x01020408; /* bit 8 i of x: bit 24 + i of x * gather */
     if (bits == 8) {
@@ -173,7 +173,7 @@ static bool pack_int16_row(const struct panels *panels, const struct quant_forma
         memcpy(cell + 2 * r, &s, 2);
         if (minimum)
             memcpy(cell + LINE + 2 * r, &c, 2);
-        pack_codes(4, group.q, r % 16, cell + head + r / 16 * panel_half_bytes(4));
+        panel_pack_codes(4, group.q, r % 16, cell + head + r / 16 * panel_half_bytes(4));
     }
     return true;
 }
@@ -189,8 +189,8 @@ static bool pack_row(const struct panels *panels, const struct quant_format *for
         quant_unpack(format, row, b, &group);
         finite &= quant_group_finite(&group);
         pack_scales(panels, &group, b % QUANT_SUPER_GROUPS == 0, r, cell);
-        pack_codes(panels->bits, group.q, r % 16,
-                   cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
+        panel_pack_codes(panels->bits, group.q, r % 16,
+                         cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
     }
     return finite;
 }

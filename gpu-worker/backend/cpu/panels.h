@@ -117,6 +117,8 @@ static inline bool panels_w4a16(const struct panels *panels)
 
 /* False if no panel layout fits the format. int16: that arithmetic where it covers the format. Sets everything but data. */
 bool panels_layout(struct panels *panels, const struct quant_format *format, bool int16, uint32_t rows, uint32_t cols);
+/* The codes of a group of one row at lane `lane` of a half of its panel; upper bits are added to what is there. */
+void panel_pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lane, uint8_t *half);
 /* Fills panel p from the file's rows. Returns the first of them with a scale, or a weight that is a float, which is infinite or
  * NaN; panels->rows where there is none. */
 uint32_t panels_pack(const struct panels *panels, const struct quant_format *format, const void *file_rows, uint32_t p);
