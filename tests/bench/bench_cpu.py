@@ -41,14 +41,6 @@ DECODE_AIMS = {"smol": 1.5, "qwen05": 2, "qwen15": 1.8}
 CLIENT_AIMS = {"smol": 2, "qwen05": 1.5}
 
 
-def listed(name, known):
-    values = os.environ.get(name, ",".join(known)).replace(",", " ").split()
-    for value in values:
-        if value not in known:
-            sys.exit(f"bench-cpu: {name}: {value} is none of {' '.join(known)}")
-    return values
-
-
 def numbers(name, default):
     return [int(n) for n in os.environ.get(name, default).replace(",", " ").split()]
 
@@ -431,8 +423,8 @@ class Bench:
 
 def run():
     start = time.monotonic()
-    models, rows = listed("MODELS", MODELS), listed("ROWS", ROWS)
-    peers, runs = listed("PEERS", ("llama", "bench", "vllm")), int(os.environ.get("RUNS", "3"))
+    models, rows = table.listed("MODELS", MODELS), table.listed("ROWS", ROWS)
+    peers, runs = table.listed("PEERS", ("llama", "bench", "vllm")), int(os.environ.get("RUNS", "3"))
     for key in models:
         bench = Bench(MODELS[key], peers, runs)
         bench.rows = bench.limits.rows(bench.model)

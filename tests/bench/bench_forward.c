@@ -2,66 +2,11 @@
  *
  *   bench_forward MODEL.gguf [isa] [threads] [context]
  */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include "gpu-worker/model/model.h"
-
-enum { BLOCK = 32, MAX_SEQS = 32, PREFILL = 512, PREFILL_CHUNK = 512 };
-
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static void fail(const char *what, const struct kvg_error *err)
-{
-    fprintf(stderr, "%s: %s\n", what, err->message);
-    exit(1);
-}
-
-/* One step of n sequences with `rows` rows each at position `past`; returns its seconds. */
-static double step(struct model *model, uint32_t n, uint32_t rows, uint32_t past, uint32_t blocks_each)
-{
-    static uint32_t ids[PREFILL_CHUNK], outputs[MAX_SEQS], blocks[1 << 16];
-    struct model_seq seqs[MAX_SEQS];
-    struct kvg_error err;
-    for (uint32_t i = 0; i < n * rows; i++)
-        ids[i] = (i * 7919 + past * 31 + 5) % model_info(model)->n_vocab;
-    for (uint32_t i = 0; i < n; i++) {
-        for (uint32_t b = 0; b < blocks_each; b++)
-            blocks[i * blocks_each + b] = b * n + i;
-        seqs[i] = (struct model_seq){i * rows, rows, past, blocks + i * blocks_each, blocks_each};
-        outputs[i] = i * rows + rows - 1;
-    }
-    struct model_batch batch = {n * rows, ids, n, seqs, n, outputs};
-    double start = seconds();
-    if (model_forward(model, &batch, &err) != 0)
-        fail("forward", &err);
-    return seconds() - start;
-}
-
-static int ascending(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
-static double median_step(struct model *model, uint32_t n, uint32_t rows, uint32_t past, uint32_t blocks_each, int tries)
-{
-    double times[64];
-    for (int i = 0; i < tries; i++)
-        times[i] = step(model, n, rows, past, blocks_each);
-    qsort(times, (size_t)tries, sizeof *times, ascending);
-    return times[tries / 2];
-}
+#include "tests/bench/steps.h"
 
 int main(int argc, char **argv)
 {
-    struct model_options options = {.max_rows = PREFILL_CHUNK, .max_seqs = MAX_SEQS, .max_outputs = MAX_SEQS};
+    struct model_options options = {.max_rows = PREFILL, .max_seqs = MAX_SEQS, .max_outputs = MAX_SEQS};
     struct model *model;
     struct kvg_error err;
     if (argc < 2) {

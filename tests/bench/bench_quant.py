@@ -39,14 +39,6 @@ LABELS = {"bf16": "BF16", "bf16-untied": "BF16, output matrix apart", "w8a8": "W
           "awq": "INT4, AWQ"}
 
 
-def listed(name, known, default):
-    values = os.environ.get(name, " ".join(default)).replace(",", " ").split()
-    for value in values:
-        if value not in known:
-            sys.exit(f"bench-quant: {name}: {value} is none of {' '.join(known)}")
-    return values
-
-
 # ---- folders ----
 
 
@@ -207,9 +199,9 @@ class Bench:
 def main():
     table.arguments(__doc__)
     number = lambda name, default: int(os.environ.get(name, default))  # noqa: E731
-    names = listed("FORMS", FORMS, ("w8a8", "w8a8-head", "int4"))
+    names = table.listed("FORMS", FORMS, ("w8a8", "w8a8-head", "int4"))
     bench = Bench(Forms(MODEL), names, number("RUNS", "3"), number("STEPS", "15"))
-    bench.run(listed("WHAT", WHAT, WHAT), number("KL_TOKENS", "4096"), number("ITEMS", "100"))
+    bench.run(table.listed("WHAT", WHAT, WHAT), number("KL_TOKENS", "4096"), number("ITEMS", "100"))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,15 @@ def arguments(doc, *names):
     return given
 
 
+def listed(name, known, default=None):
+    """The words of the variable `name`, each one of `known`; where it is not set `default`, or all."""
+    values = os.environ.get(name, " ".join(default or known)).replace(",", " ").split()
+    for value in values:
+        if value not in known:
+            sys.exit(f"{os.path.basename(sys.argv[0])}: {name}: {value} is none of {' '.join(known)}")
+    return values
+
+
 def better(value, other, high):
     """How many times better value is than other: above 1 = better."""
     if not value or not other:
