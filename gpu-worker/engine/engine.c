@@ -345,7 +345,7 @@ static struct engine *new_engine(const struct engine_options *options)
     return engine;
 }
 
-/* Tokens whose query rows fill one pass of attention over a head's keys. */
+/* Tokens whose query rows fill a tile of attention, or two of kernels that have smaller ones; at most 32. */
 static uint32_t chunk_unit(const struct model_info *model)
 {
     enum { ROWS_OF_A_PASS = 64, MOST_UNIT = 32 };

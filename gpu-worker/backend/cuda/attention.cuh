@@ -3,9 +3,9 @@
  * Sequences with one row (decode): attention_decode_kernel, its keys cut into splits of split_keys, whose parts
  * attention_combine_kernel puts together. A token's key or value takes LANES neighbouring lanes with 8 values each; each such
  * lane group walks every (32 / LANES x warps)-th token, or pair of tokens where values have 8 bits, with a softmax state of its
- * own, all are merged at the end. Where every
- * sequence of a step decodes, the kernel also rotates q and k and appends the newest token: each block that attends to that token
- * computes its key and value itself, the one with the kv head's first query heads stores them.
+ * own, all are merged at the end. Where every sequence of a step decodes, the kernel also rotates q and k and appends the newest
+ * token: each block that attends to that token computes its key and value itself, the one with the kv head's first query heads
+ * stores them.
  *
  * Sequences with more rows, and all in deterministic mode: attention_tile_kernel, after FlashAttention-2 (Dao, 2023), on tensor
  * cores. A tile is 64 (row, head of the group) pairs of one kv head, row by row, so that keys are read once for the group; keys
@@ -64,6 +64,20 @@ __device__ __forceinline__ void exchange_scale(float mine, float out[2])
     float other = __shfl_xor_sync(FULL_WARP, mine, 1);
     out[0] = odd ? other : mine;
     out[1] = odd ? mine : other;
+}
+
+/* Every lane group of the warp gets what all of them attended to. All lanes call. */
+template <int LANES>
+__device__ __forceinline__ void merge_lane_groups(struct softmax_state *state)
+{
+#pragma unroll
+    for (uint32_t step = LANES; step < WARP; step *= 2) {
+        float m = __shfl_xor_sync(FULL_WARP, state->m, step), l = __shfl_xor_sync(FULL_WARP, state->l, step), o[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            o[i] = __shfl_xor_sync(FULL_WARP, state->o[i], step);
+        softmax_merge(state, m, l, o);
+    }
 }
 
 /* Adds a token to the states of all heads; the lanes of a token's group call together, all lanes of the warp do. */
@@ -183,14 +197,7 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP, G <= 2 ? 4 : 2)
     }
 #pragma unroll
     for (int g = 0; g < G; g++) {
-#pragma unroll
-        for (uint32_t step = LANES; step < WARP; step *= 2) {
-            float m = __shfl_xor_sync(FULL_WARP, state[g].m, step), l = __shfl_xor_sync(FULL_WARP, state[g].l, step), o[8];
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                o[i] = __shfl_xor_sync(FULL_WARP, state[g].o[i], step);
-            softmax_merge(&state[g], m, l, o);
-        }
+        merge_lane_groups<LANES>(&state[g]);
         if (token == 0) {
             stf4(&shared_o[warp][g][d], make_float4(state[g].o[0], state[g].o[1], state[g].o[2], state[g].o[3]));
             stf4(&shared_o[warp][g][d + 4], make_float4(state[g].o[4], state[g].o[5], state[g].o[6], state[g].o[7]));

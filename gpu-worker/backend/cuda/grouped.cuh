@@ -2,11 +2,11 @@
  * only the kernel for few rows adds the groups of a W4A16 row in another order.
  *
  *   W8A8    rows of x are int8; a row's sum runs in int32 to its end
- *   W4A16   rows of x are 16-bit integers, 256 high + low, both int8: a group's sum is 256 (high . q) + (low . q) - zero (sum of
- * x)
+ *   W4A16   rows of x are 16-bit integers, 256 high + low, both int8:
+ *           a group's sum is 256 (high . q) + (low . q) - zero (sum of x)
  *
- *   block of the kernel for many rows: M rows of x times 64 rows of W, 4 warps; 128 columns a stage, two stages, filled by
- * cp.async
+ *   block of the kernel for many rows: M rows of x times 64 rows of W, 4 warps;
+ *   128 columns a stage, two stages, filled by cp.async
  *
  *   shared, one stage:  a       [M][planes][4] 16 bytes + 16       planes of activations (layout.h): 2, or 4
  *                       b       [64][4] 16 bytes + 16              codes; W8A8: [64][2][4]

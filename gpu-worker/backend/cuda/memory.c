@@ -39,6 +39,11 @@ static struct tensor *tensor_new(struct cuda_backend *cuda, uint32_t rows, uint3
     return tensor;
 }
 
+static uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
 int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows, uint32_t cols, struct kvg_error *err)
 {
     struct cuda_backend *cuda = cuda_of(backend);
@@ -50,16 +55,11 @@ int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows,
     if (failed)
         return failed;
     *out = tensor;
-    cuda->widest_activation = cols > cuda->widest_activation ? cols : cuda->widest_activation;
+    cuda->widest_activation = larger(cols, cuda->widest_activation);
     return cuda_failed(cudaMemset(tensor->data, 0, bytes), err, "clearing activations"); /* rows of padding are read */
 }
 
 /* ---- scratch for rounded activations ---- */
-
-static uint32_t larger(uint32_t a, uint32_t b)
-{
-    return a > b ? a : b;
-}
 
 /* planes: of q (layout.h). */
 static int grow_groups(struct cuda_backend *cuda, uint32_t groups, uint32_t planes, struct kvg_error *err)
@@ -175,8 +175,7 @@ int cuda_weight(struct backend *backend, struct tensor **out, const struct backe
     tensor->source = shared ? NULL : source_of(weight); /* who has a source owns the memory */
     if (use == WEIGHT_EMBEDDING)
         return 0;
-    if (weight->rows > cuda->widest_output)
-        cuda->widest_output = weight->rows;
+    cuda->widest_output = larger(weight->rows, cuda->widest_output);
     return matrix_is_float(&matrix) ? grow_halves(cuda, matrix.ld, err)
                                     : grow_groups(cuda, matrix.ld, matrix.kind == MATRIX_W4A16 ? 4 : 2, err);
 }
@@ -219,8 +218,8 @@ static int alloc_squares(struct cuda_backend *cuda, struct kvg_error *err)
 /* A rank's part of the logits is narrower than they are, and its neighbour's may be a column wider. */
 static int alloc_outputs(struct cuda_backend *cuda, struct kvg_error *err)
 {
-    uint32_t part = cuda->widest_output, all = cuda->widest_activation > part ? cuda->widest_activation : part;
-    int failed = cuda_open_sampling(cuda, cuda->comm ? all : part, err);
+    uint32_t part = cuda->widest_output;
+    int failed = cuda_open_sampling(cuda, cuda->comm ? larger(part, cuda->widest_activation) : part, err);
     if (failed || !cuda->comm)
         return failed;
     return comm_nccl_reserve(cuda->comm, (size_t)cuda->options.max_outputs * (part + 1), err);

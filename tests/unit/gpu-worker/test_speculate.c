@@ -147,7 +147,6 @@ static void drafts_that_do_not_pay_are_rare(void **state)
     speculate_close(spec);
 }
 
-/* Rows are dear when many sequences share a step: the same acceptance that pays alone does not pay there. */
 /* Four sequences that copy, then four whose drafts all fail, while a row is dear: the good record of the first costs little. */
 static void the_record_of_others_is_tried_with_few_drafts(void **state)
 {
@@ -165,6 +164,7 @@ static void the_record_of_others_is_tried_with_few_drafts(void **state)
     speculate_close(spec);
 }
 
+/* Rows are dear when many sequences share a step: the same acceptance that pays alone does not pay there. */
 static void a_large_batch_drafts_less(void **state)
 {
     open_world(MOST, (struct speculate_options){0});
@@ -174,6 +174,20 @@ static void a_large_batch_drafts_less(void **state)
     assert_true((double)n_tokens / seconds * 1.1 > 1.3);
     steps(MOST, 300, 0.5, 0, 1); /* a row costs all that it gives */
     assert_true((double)n_drafts / (double)n_steps / MOST < 0.1);
+    speculate_close(spec);
+}
+
+/* Of ten drafts nine are accepted, and a step with one for each sequence takes 1.75 times as long: a gain of 9 percent, which one
+ * sequence alone takes and four do not, whose drafts keep each other waiting. */
+static void a_small_gain_is_for_one_sequence_alone(void **state)
+{
+    open_world(1, (struct speculate_options){0});
+    steps(1, 400, 0.9, 0.25, 0.75);
+    assert_true(n_drafts > 400 / 2);
+    speculate_close(spec);
+    open_world(4, (struct speculate_options){0});
+    steps(4, 400, 0.9, 0.25, 0.75 / 4);
+    assert_true(n_drafts < 4 * 400 / 8);
     speculate_close(spec);
 }
 
@@ -357,6 +371,7 @@ int main(void)
         cmocka_unit_test(drafts_that_do_not_pay_are_rare),
         cmocka_unit_test(the_record_of_others_is_tried_with_few_drafts),
         cmocka_unit_test(a_large_batch_drafts_less),
+        cmocka_unit_test(a_small_gain_is_for_one_sequence_alone),
         cmocka_unit_test(prompt_rows_in_every_step_keep_no_drafts_away),
         cmocka_unit_test(drafts_do_not_keep_a_batch_from_starting),
         cmocka_unit_test(a_changed_name_is_changed_again),
