@@ -5,7 +5,6 @@
 typedef void (*quant_function)(struct products, struct acts);
 typedef void (*float_function)(struct products, const float *);
 
-static constexpr int COL_BUCKETS = 4; /* 1, 2, 4, 8 columns */
 struct quant_gemv {
     quant_function kernels[COL_BUCKETS];
 };
@@ -32,18 +31,13 @@ static const struct quant_gemv quant_kernels[MATRIX_W8A8 - MATRIX_SCALE_4] = {
 static const struct float_gemv float_kernels[3] = {float_gemv_of<MATRIX_F32>(), float_gemv_of<MATRIX_F16>(),
                                                    float_gemv_of<MATRIX_BF16>()};
 
-static int bucket_of(uint32_t n)
-{
-    return n <= 1 ? 0 : n <= 2 ? 1 : n <= 4 ? 2 : 3;
-}
-
 /* F32 matrices have no tensor-core kernel: eight rows of x at a time. */
 static void launch_float(struct cuda_backend *cuda, struct products *products, const struct tensor *x)
 {
     uint32_t n = products->n, blocks = count_blocks(products, GEMV_BLOCK_ROWS);
     for (uint32_t first = 0; first < n; first += GEMV_ROWS_MAX) {
         products->n = n - first < GEMV_ROWS_MAX ? n - first : (uint32_t)GEMV_ROWS_MAX;
-        int bucket = bucket_of(products->n);
+        int bucket = col_bucket(products->n);
         CU_LAUNCH(float_kernels[products->p[0].w.kind].kernels[bucket], blocks, GEMV_THREADS, 0, cuda->stream, *products,
                   x->data + (size_t)first * x->cols);
         for (uint32_t i = 0; i < products->count; i++)
@@ -60,7 +54,7 @@ void launch_gemv(struct cuda_backend *cuda, struct products *products, const str
     }
     struct acts acts = cuda->acts[cuda->acts_at];
     acts.n_groups = x->cols / QUANT_GROUP;
-    int bucket = bucket_of(products->n);
+    int bucket = col_bucket(products->n);
     uint32_t blocks = count_blocks(products, GEMV_BLOCK_ROWS);
     CU_LAUNCH(quant_kernels[products->p[0].w.kind - MATRIX_SCALE_4].kernels[bucket], blocks, GEMV_THREADS, 0, cuda->stream,
               *products, acts);

@@ -9,6 +9,13 @@
 #include "gpu-worker/backend/cuda/device.cuh"
 
 static constexpr int GEMV_BLOCK_ROWS = 32, GEMV_WARPS = 8, GEMV_THREADS = GEMV_WARPS * WARP;
+static constexpr int COL_BUCKETS = 4; /* kernels for 1, 2, 4, 8 rows of x */
+
+/* Which of them takes n rows. */
+static inline int col_bucket(uint32_t n)
+{
+    return n <= 1 ? 0 : n <= 2 ? 1 : n <= 4 ? 2 : 3;
+}
 
 /* Rows of W a warp takes at a time: more when there are few columns, so that enough loads are in flight. */
 __host__ __device__ constexpr int gemv_rows(int cols)

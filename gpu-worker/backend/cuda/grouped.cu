@@ -4,7 +4,7 @@
 
 typedef void (*grouped_function)(struct products, struct acts);
 
-enum { COL_BUCKETS = 4 /* 1, 2, 4, 8 rows of x */, SHARED_MOST = 48 << 10 };
+enum { SHARED_MOST = 48 << 10 };
 struct grouped_kernels {
     grouped_function few[COL_BUCKETS], narrow, wide; /* narrow: up to 16 rows of x, wide: 64 a block */
     size_t narrow_shared, wide_shared;
@@ -33,8 +33,7 @@ void launch_grouped(struct cuda_backend *cuda, struct products *products, const 
     uint32_t n = products->n;
     acts.n_groups = x->cols / QUANT_GROUP;
     if (takes_gemv(cuda, w, n)) {
-        int bucket = n <= 1 ? 0 : n <= 2 ? 1 : n <= 4 ? 2 : 3;
-        CU_LAUNCH(k.few[bucket], count_blocks(products, GEMV_BLOCK_ROWS), GEMV_THREADS, 0, cuda->stream, *products, acts);
+        CU_LAUNCH(k.few[col_bucket(n)], count_blocks(products, GEMV_BLOCK_ROWS), GEMV_THREADS, 0, cuda->stream, *products, acts);
         return;
     }
     bool wide = n > 16;
