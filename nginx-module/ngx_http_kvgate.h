@@ -308,6 +308,7 @@ typedef struct {
     unsigned                       waiting:1;   /* for a thread or for Redis */
     unsigned                       in_thread:1;
     unsigned                       rewritten:1; /* the body is ours at the moment */
+    unsigned                       keepalive:1; /* the client's connection is kept after the reply */
     unsigned                       failed:1;    /* an SSE error frame was sent */
 } ngx_http_kvgate_ctx_t;
 

@@ -2,7 +2,7 @@
  * upstream failed. nginx only cuts the connection then; a client of an SSE stream shall see why.
  *
  * When an upstream fails after the header was sent, nginx finalizes it (u->cleanup is NULL from then on) and sends one flush
- * buffer without data. The frame takes its place, and ends the reply properly.
+ * buffer without data. The frame takes its place, and ends the reply properly: the client's connection stays, as the header said.
  */
 #include "ngx_http_kvgate.h"
 
@@ -130,6 +130,7 @@ ngx_http_kvgate_body_filter(ngx_http_request_t *r, ngx_chain_t *in)
 
     if (!ngx_http_kvgate_ended_early(r, in)) {
         ngx_http_kvgate_remember_last(ctx, in);
+        ctx->keepalive = r->keepalive;
 
         if (ctx->decision) {
             ngx_http_kvgate_look_at(ctx, in);
@@ -145,6 +146,7 @@ ngx_http_kvgate_body_filter(ngx_http_request_t *r, ngx_chain_t *in)
 
     skip = ctx->last[1] != '\n' ? 0 : ctx->last[0] != '\n' ? 1 : 2;
     ctx->failed = 1;
+    r->keepalive = ctx->keepalive;  /* nginx has just cleared it */
     b->memory = 1;
     b->flush = 1;
     b->last_buf = 1;

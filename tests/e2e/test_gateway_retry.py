@@ -1,5 +1,7 @@
 """What happens when a worker fails: never a generation twice, never a worker's own error replaced, never a random 502."""
+import http.client
 import json
+import socket
 import threading
 import time
 
@@ -305,6 +307,34 @@ def test_a_stream_that_ends_early_gets_an_error_frame(fleet, mode):
     assert json.loads(last[len("data: "):])["error"]["code"] == "upstream_ended_early"
     assert reply.text.count("upstream_ended_early") == 1
     assert len(fleet.requests) == 1
+
+
+@pytest.mark.parametrize("mode", ["early", "early_middle"])
+def test_behind_an_error_frame_the_connection_serves_the_next_request(fleet, mode):
+    """It was announced as kept, so that a client uses it again: closed by then, that request would be lost."""
+    connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=120)
+    connection.connect()
+    connection.auto_open = 0
+    for worker_mode, stream in ((mode, True), ("ok", False), (mode, True), ("ok", False)):
+        both(fleet, worker_mode)
+        connection.request("POST", "/v1/chat/completions", json.dumps(chat(stream=stream)), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        assert reply.status == 200 and (b"upstream_ended_early" in reply.read()) == stream
+        time.sleep(0.1)
+    connection.request("POST", "/v1/chat/completions", json.dumps(chat()), {"Content-Type": "application/json", "Connection": "close"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_behind_an_error_frame_the_connection_ends_where_that_was_asked_for(fleet, version):
+    both(fleet, "early")
+    body = json.dumps(chat(stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", fleet.gateway.port), timeout=30) as s:
+        s.sendall(b"POST /v1/chat/completions HTTP/%s\r\nHost: a\r\nConnection: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                  % (version.encode(), b"close" if version == "1.1" else b"keep-alive", len(body), body))
+        text = b"".join(iter(lambda: s.recv(65536), b""))
+    assert text.count(b"upstream_ended_early") == 1 and b"Connection: close" in text
 
 
 def test_buffered_streams_get_their_error_frame_too():
