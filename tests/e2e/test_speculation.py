@@ -109,16 +109,25 @@ QWEN_LIMITS = ("--max-model-len", "2048", "--max-num-batched-tokens", "512")
 
 
 def answers_of(worker, n, tokens, at_once):
+    """Yields the answers in order, as they come: a wrong one ends a long test early."""
+    asked = prompts(n)
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda i: answer(worker, prompts(n)[i], tokens, **settings(i)), range(n)))
+        waiting = [pool.submit(answer, worker, asked[i], tokens, **settings(i)) for i in range(n)]
+        try:
+            for future in waiting:
+                yield future.result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 @functools.cache
 def plain_answers(n, tokens):
     with Worker(*QWEN_LIMITS, **QWEN) as plain:
-        return answers_of(plain, n, tokens, 16)
+        return list(answers_of(plain, n, tokens, 16))
 
 
+@pytest.mark.timeout(3600)  # 200 prompts of 200 tokens, twice, take a quarter of an hour on two cores that have nothing else to do
 @pytest.mark.parametrize("n, tokens, at_once, draft", [(20, 64, 8, QWEN05), pytest.param(200, 200, 8, QWEN05, marks=pytest.mark.long),
                                                        pytest.param(200, 200, 3, "ngram", marks=pytest.mark.long)])
 def test_the_real_pair(n, tokens, at_once, draft):
