@@ -560,8 +560,8 @@ static void drop_poor_drafts(struct speculate *spec, uint32_t n, double spent)
     choose_by_goodput(spec, n, spent);
     for (uint32_t i = 0; i < n; i++) {
         struct candidate *c = &spec->candidates[i];
-        if (c->probe && c->n == 0 && c->most)
-            c->n = 1;
+        if (c->probe && c->n == 0 && (!c->by_model || (c->order && c->order->n)))
+            c->n = 1; /* it was paid for */
     }
 }
 

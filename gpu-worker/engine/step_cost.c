@@ -1,7 +1,13 @@
 #include "gpu-worker/engine/step_cost.h"
 
-enum { STALE = 1024, ABOUT = 4, MANY = 6 }; /* bins to either side that are about as many: a quarter */
-static const double most_jump = 2, price_of_row = 0.1;
+enum {
+    STALE = 1024,        /* steps that a mean counts */
+    STALE_DOUBTED = 128, /* the same of one measurement far above what was expected */
+    ABOUT = 4,           /* bins to either side that are about as many: a quarter */
+    MANY = 6,
+};
+static const double most_jump = 2, most_guessed = 4; /* times what is expected, by its own mean or by those of others */
+static const double price_of_row = 0.1;
 
 static uint32_t bin_of(uint32_t rows)
 {
@@ -29,18 +35,25 @@ static bool fresh(const struct step_cost *cost, uint32_t bin, uint64_t age)
     return cost->seen[bin] && cost->now - cost->seen[bin] <= age;
 }
 
+/* Whether the bin's mean counts. A number of rows that looks dear is not measured again while that is believed. */
+static bool believed(const struct step_cost *cost, uint32_t bin)
+{
+    return fresh(cost, bin, cost->doubted[bin] ? STALE_DOUBTED : STALE);
+}
+
 void step_cost_add(struct step_cost *cost, uint32_t rows, double seconds)
 {
     uint32_t bin = bin_of(rows);
 
     if (rows == 0 || !(seconds > 0))
         return;
-    cost->now++;
-    double *mean = &cost->mean[bin];
-    if (!fresh(cost, bin, STALE))
+    bool first = !fresh(cost, bin, STALE);
+    double *mean = &cost->mean[bin], expected = step_cost_of(cost, rows), most = (first ? most_guessed : most_jump) * expected;
+    cost->doubted[bin] = first && cost->now && seconds > most_jump * expected;
+    if (cost->now++ && seconds > most) /* an interruption */
+        seconds = most;
+    if (first)
         cost->n[bin] = 0;
-    else if (seconds > most_jump * *mean) /* an interruption */
-        seconds = most_jump * *mean;
     cost->n[bin] += cost->n[bin] < STEP_COST_MEAN;
     *mean += (seconds - *mean) / cost->n[bin];
     cost->seen[bin] = cost->now;
@@ -78,9 +91,9 @@ double step_cost_of(const struct step_cost *cost, uint32_t rows)
 {
     uint32_t bin = bin_of(rows), below = bin, above = bin;
 
-    while (below && !fresh(cost, below, STALE))
+    while (below && !believed(cost, below))
         below--;
-    while (above < STEP_COST_BINS && !fresh(cost, above, STALE))
+    while (above < STEP_COST_BINS && !believed(cost, above))
         above++;
     bool ceiling = above < STEP_COST_BINS;
     if (!below && !ceiling)

@@ -2,7 +2,8 @@
  *
  * One running mean, of STEP_COST_MEAN measurements, for each number of rows up to STEP_COST_EXACT, and for each sixteenth of a
  * doubling above. Between measured numbers the cost is interpolated; beyond them it grows by a tenth of one row's step for each
- * row, until it is measured. A mean that was not refreshed for a while counts no more, because the speed of a machine changes.
+ * row, until it is measured. A mean that was not refreshed for a while counts no more, because the speed of a machine changes;
+ * one measurement far above what was expected counts for less long, because it may have been an interruption.
  */
 #pragma once
 #include <stdbool.h>
@@ -14,6 +15,7 @@ struct step_cost {
     double mean[STEP_COST_BINS];   /* seconds; see bin_of */
     uint64_t seen[STEP_COST_BINS]; /* the step in which it was measured last; 0 = never */
     uint8_t n[STEP_COST_BINS];     /* measurements that the mean is of, up to STEP_COST_MEAN */
+    bool doubted[STEP_COST_BINS];  /* it is of one that was far above what was expected */
     uint64_t now;                  /* steps measured */
 };
 

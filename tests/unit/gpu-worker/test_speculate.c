@@ -348,6 +348,28 @@ static void costs_between_measured_ones_are_interpolated(void **state)
     assert_true(step_cost_of(&cost, 1) < 1.5); /* an interruption */
 }
 
+/* The first step of seven rows was interrupted: that is not what all such steps take, and not for a thousand steps. */
+static void a_first_measurement_far_above_the_others_is_soon_doubted(void **state)
+{
+    static struct step_cost cost;
+
+    for (int i = 0; i < 8; i++)
+        step_cost_add(&cost, i % 2 ? 6 : 8, 1);
+    step_cost_add(&cost, 7, 50);
+    assert_true(step_cost_of(&cost, 7) <= 4);
+    for (int i = 0; i < 150; i++)
+        step_cost_add(&cost, i % 2 ? 6 : 8, 1);
+    assert_float_equal(step_cost_of(&cost, 7), 1, 1e-9);
+
+    step_cost_add(&cost, 12, 4); /* really so dear: the second one says so, too */
+    for (int i = 0; i < 150; i++)
+        step_cost_add(&cost, 8, 1);
+    step_cost_add(&cost, 12, 4);
+    for (int i = 0; i < 500; i++)
+        step_cost_add(&cost, 8, 1);
+    assert_true(step_cost_of(&cost, 12) > 3);
+}
+
 static void the_first_measurements_count_alike_and_a_row_is_never_free(void **state)
 {
     static struct step_cost cost;
@@ -378,6 +400,7 @@ int main(void)
         cmocka_unit_test(never_behind_the_limit_of_the_answer),
         cmocka_unit_test(a_slot_forgets_its_last_sequence),
         cmocka_unit_test(costs_between_measured_ones_are_interpolated),
+        cmocka_unit_test(a_first_measurement_far_above_the_others_is_soon_doubted),
         cmocka_unit_test(the_first_measurements_count_alike_and_a_row_is_never_free),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
