@@ -469,6 +469,14 @@ static int name_fault(int failed, const char *name, const struct loader_part *pa
     return kvg_fail(err, failed, "tensor %s: %.200s", name, cause.message);
 }
 
+/* What tells the parts of a quantized matrix apart: as far into its codes as the part begins in the matrix. */
+static const void *part_of_codes(const struct safetensors_tensor *codes, uint32_t rows, uint32_t cols,
+                                 const struct loader_part *part)
+{
+    double before = ((double)part->first_row * cols + part->first_col) / ((double)rows * cols);
+    return codes->data + (size_t)(before * (double)codes->n_bytes);
+}
+
 /* A matrix [rows, cols] of a quantized folder, of which the part becomes the tensor. Where columns are cut they must lie in their
  * own order. */
 static int load_quantized(struct loader *loader, struct tensor **out, const char *name, uint32_t rows, uint32_t cols,
@@ -486,7 +494,7 @@ static int load_quantized(struct loader *loader, struct tensor **out, const char
                                     .data = matrix->data,
                                     .rows = matrix->format ? rows : part->rows,
                                     .cols = cols,
-                                    .source = matrix->parts[0]->data,
+                                    .source = part_of_codes(matrix->parts[0], rows, cols, part),
                                     .order = matrix->order,
                                     .grouped = matrix->format ? NULL : &matrix->grouped};
     if (matrix->format)
