@@ -163,6 +163,14 @@ ngx_http_kvgate_add(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, const ngx
 }
 
 
+/* Whether Redis has not said who holds the prompt's blocks. */
+static ngx_uint_t
+ngx_http_kvgate_unasked(ngx_http_kvgate_reason_e reason)
+{
+    return (reason >= NGX_HTTP_KVGATE_REDIS_TIMEOUT && reason <= NGX_HTTP_KVGATE_REDIS_ERROR) || reason == NGX_HTTP_KVGATE_MISMATCH;
+}
+
+
 /* Without Redis: the worker that was sent the longest beginning of this prompt comes first in order[], before the one that rendezvous
  * puts there, where what it need not compute outweighs what more it has to do. Requests are counted for that, those of this gateway;
  * each weighs a mean prompt. A beginning that ends where rendezvous order looks, or before, is known to all gateways by that order: this
@@ -241,7 +249,7 @@ ngx_http_kvgate_add_known(ngx_http_request_t *r, ngx_http_kvgate_ctx_t *ctx, ngx
     rc = NGX_OK;
     placed = 0;
 
-    if (hash && ctx->n_candidates == 0 && ctx->reason >= NGX_HTTP_KVGATE_REDIS_TIMEOUT && ctx->reason <= NGX_HTTP_KVGATE_REDIS_ERROR) {
+    if (hash && ctx->n_candidates == 0 && ngx_http_kvgate_unasked(ctx->reason)) {
         placed = ngx_http_kvgate_placed_first(ctx, pool, conf->alpha > 0 ? conf->alpha : NGX_HTTP_KVGATE_ALPHA, known, order, n);
     }
 

@@ -1,5 +1,6 @@
 /* What the gateway remembers of its own requests, in shared memory: the last decisions of each model, what each worker served, and
- * who was sent which block. kvgate_status shows the first two; without Redis, the third finds the worker of a known prompt.
+ * who was sent which block. kvgate_status shows the first two; where Redis does not say it, the third finds the worker of a known
+ * prompt.
  *
  * Placements are a table of buckets of four blocks. A request enters blocks 1, 2, 4, … and the last of its chain; a later one looks
  * from its own last block backwards, so the next turn of a conversation meets the last block of the turn before. A full bucket gives

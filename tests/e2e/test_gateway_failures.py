@@ -84,7 +84,7 @@ def test_of_two_processes_under_one_name_the_second_serves():
             for i in range(5):
                 reply = stack.ask(f"question {i}")
                 assert reply.status_code == 200 and reply.headers["X-Kvgate-Worker"] == "w1"
-            first.process = None
+            first.wait()
 
 
 def test_a_worker_that_stands_still_is_routed_around_once_its_lease_ends():
@@ -261,32 +261,48 @@ def test_redis_absent_at_start_is_used_when_it_comes():
             wait_until(lambda: gateway.workers() == ["w1"] and ask().headers["X-Kvgate-Reason"] in ROUTED, 30, "Redis used")
 
 
+def place(fleet, texts):
+    """Sends each text to a worker of its own turn, as if by load: {text: that worker's name}. For many it is not the one that rendezvous
+    would choose."""
+    rendezvous, placed = {}, {}
+    for text in texts:
+        fleet.settle()
+        rendezvous[text] = fleet.post(text).headers["X-Kvgate-Worker"]
+    for i, text in enumerate(texts):
+        fleet.settle()
+        target = fleet.workers[i % len(fleet.workers)]
+        client = fleet.redis.client()
+        for worker in fleet.workers:
+            client.zadd("kvgate:{smollm2}:load", {worker.registration.lease: 0 if worker is target else 10_000_000}, xx=True)
+        placed[text] = fleet.post(text).headers["X-Kvgate-Worker"]
+    assert sum(placed[text] != rendezvous[text] for text in texts) >= len(texts) / 3
+    return placed
+
+
 def test_without_redis_a_conversation_stays_with_its_worker():
-    """Three quarters of the prompts' order would be another by rendezvous alone: who was sent what is remembered, in shared memory for all
-    nginx workers and over a reload."""
+    """Who was sent what is remembered, in shared memory for all nginx workers and over a reload."""
     with Fleet(4, edits=[("worker_processes 1", "worker_processes 2")]) as fleet:
         texts = [f"conversation {i}: " + f"word{i} " * 90 for i in range(16)]
-        rendezvous = {}
-        for i, text in enumerate(texts):
-            fleet.settle()
-            rendezvous[i] = fleet.post(text).headers["X-Kvgate-Worker"]
-        placed = {}
-        for i, text in enumerate(texts):  # moved by load, say: another worker holds it now
-            fleet.settle()
-            target = fleet.workers[i % 4]
-            client = fleet.redis.client()
-            for worker in fleet.workers:
-                client.zadd("kvgate:{smollm2}:load", {worker.registration.lease: 0 if worker is target else 10_000_000}, xx=True)
-            placed[i] = fleet.post(text).headers["X-Kvgate-Worker"]
-        assert sum(placed[i] != rendezvous[i] for i in placed) >= 6
+        placed = place(fleet, texts)
         fleet.redis.kill()
         fleet.gateway.reload()
         wait_until(lambda: fleet.post().headers["X-Kvgate-Reason"] == "redis_down", 20, "Redis seen gone")
         without = [fleet.post(text + " and the next turn of it") for text in texts]
         assert {r.headers["X-Kvgate-Reason"] for r in without} <= {"redis_down", "redis_timeout"}
-        kept = sum(r.headers["X-Kvgate-Worker"] == placed[i] for i, r in enumerate(without))
+        kept = sum(r.headers["X-Kvgate-Worker"] == placed[text] for text, r in zip(texts, without))
         assert kept >= 0.85 * len(texts), (kept, len(texts))
         assert int(without[0].headers["X-Kvgate-Hit-Tokens"]) > 64
+
+
+def test_while_workers_and_gateway_differ_a_conversation_stays_with_its_worker():
+    with Fleet(4) as fleet:
+        texts = [f"conversation {i}: " + f"word{i} " * 90 for i in range(12)]
+        placed = place(fleet, texts)
+        fleet.redis.client().hset("kvgate:{smollm2}:meta", "block_size", "64")
+        replies = {text: fleet.post(text + " and the next turn of it") for text in texts}
+        assert {r.headers["X-Kvgate-Reason"] for r in replies.values()} == {"mismatch"}
+        kept = sum(replies[text].headers["X-Kvgate-Worker"] == placed[text] for text in texts)
+        assert kept >= 0.85 * len(texts), (kept, len(texts))
 
 
 def test_without_redis_a_prompt_stays_with_who_served_it_after_a_failover():
