@@ -75,8 +75,7 @@ def start_part():
         for _ in range(3):
             worker = Worker("--max-model-len", 4096, model=model, threads=THREADS)
             began = time.monotonic()
-            with open(worker.log_path, "ab") as log:
-                worker.process = subprocess.Popen(worker.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            worker.launch()
             while not worker.answers():
                 time.sleep(0.002)
             times.append(time.monotonic() - began)

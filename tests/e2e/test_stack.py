@@ -116,3 +116,14 @@ def test_a_test_that_fails_leaves_no_server():
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
     assert not alive(int(done.stdout))
+
+
+def test_a_killed_test_run_leaves_no_server():
+    killed = ("import sys; sys.path[:0] = sys.argv[1:]; from stack import Redis; from gateway import Gateway; redis = Redis().start(); "
+              "gateway = Gateway(redis).start(); print(redis.pid, gateway.pid, *gateway.children(), flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", killed, os.path.join(ROOT, "tests"), os.path.join(ROOT, "tests/tools")],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        assert len(pids) >= 3 and all(alive(pid) for pid in pids)
+        run.kill()
+    wait_until(lambda: not any(alive(pid) for pid in pids), what="its servers gone")

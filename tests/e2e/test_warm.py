@@ -50,13 +50,6 @@ def ready(worker):
         return 0, ""
 
 
-def launch(worker):
-    """Starts it and waits for nothing."""
-    with open(worker.log_path, "ab") as log:
-        worker.process = subprocess.Popen(worker.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    return worker
-
-
 def test_the_first_request_behind_a_warm_prompt_finds_it_cached(tmp_path):
     path = write(tmp_path, chat(text(1, 150), "What comes first?"), "", {"prompt": [text(2, 80), text(3, 80)]}, {"prompt": text(4, 80), "cache_salt": "s"})
     with Worker("--max-model-len", 2048, "--warm", path) as worker:
@@ -85,7 +78,7 @@ def test_a_warming_worker_answers_but_is_not_ready_and_unknown_to_redis(tmp_path
     with Redis() as redis:
         worker = Worker("--max-model-len", 2048, "--warm", path, redis=redis, worker_id="w1")
         try:
-            launch(worker)
+            worker.launch()
             wait_until(lambda: ready(worker) == (503, "warming"), 60, "warming", 0.005)
             listed = redis.cli("exists", "kvgate:{smollm2}:w:w1")
             with urllib.request.urlopen(worker.url + "/health", timeout=5) as reply:
@@ -116,7 +109,7 @@ def test_warming_and_clients_do_not_refuse_each_other_where_little_may_wait(tmp_
     path = write(tmp_path, *({"prompt": text(n, 700)} for n in range(12)))
     worker = Worker("--max-model-len", 2048, "--max-num-seqs", 1, "--max-waiting", 1, "--warm", path)
     try:
-        launch(worker)
+        worker.launch()
         wait_until(lambda: ready(worker) == (503, "warming"), 60, "warming", 0.005)
         for n in range(3):  # one at a time: never more than may wait
             assert usage(worker, "/v1/completions", {"prompt": f"Client {n}", "max_tokens": 1})["completion_tokens"] == 1
@@ -129,7 +122,7 @@ def test_warming_and_clients_do_not_refuse_each_other_where_little_may_wait(tmp_
 def test_a_signal_ends_the_warming(tmp_path):
     worker = Worker("--max-model-len", 2048, "--warm", write(tmp_path, *({"prompt": text(n, 1500)} for n in range(30))))
     try:
-        launch(worker)
+        worker.launch()
         wait_until(lambda: ready(worker) == (503, "warming"), 60, "warming", 0.005)
         worker.terminate(signal.SIGTERM)
         assert worker.wait(30) == 0

@@ -121,11 +121,10 @@ class Gateway(Process):
         if self.process is not None:
             self.process.send_signal(signal.SIGQUIT)
             try:
-                self.process.wait(timeout)
+                self.wait(timeout)
             except subprocess.TimeoutExpired:
                 super().stop()
                 raise AssertionError(f"nginx did not quit within {timeout} s")
-            self.process = None
 
     def close(self):
         try:

@@ -12,7 +12,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -65,6 +67,33 @@ def wait_until(condition, timeout=10.0, what="condition", interval=0.02):
         time.sleep(interval)
 
 
+class Guard:
+    """A process that outlives this one, and then kills the process groups that it was told of: servers of a test run that was killed."""
+
+    PROGRAM = """if True:
+        import os, signal, sys
+        groups = set()
+        for line in sys.stdin:
+            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        for group in groups:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        """
+
+    def __init__(self):
+        self.process, self.lock = None, threading.Lock()
+
+    def tell(self, what, group):
+        with self.lock:
+            if self.process is None:
+                self.process = subprocess.Popen([sys.executable, "-ISc", self.PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                                start_new_session=True)
+            os.write(self.process.stdin.fileno(), f"{what}{group}\n".encode())
+
+
+_guard = Guard()
 _started = set()
 
 
@@ -72,11 +101,11 @@ _started = set()
 def _end_what_is_left():
     """Servers whose test failed before it could close them."""
     for process in list(_started):
-        process.kill()
+        process.end()
 
 
 class Process:
-    """A server of ours: temp folder, log file, pid. Subclasses give `command` and `answers`. None outlives the test program."""
+    """A server of ours: temp folder, log file, pid. Subclasses give `command` and `answers`. None outlives the test program, however it ends."""
 
     name = "process"
 
@@ -91,17 +120,23 @@ class Process:
     def answers(self):
         raise NotImplementedError
 
-    def start(self, timeout=60.0):
-        """Starts the program and waits until it answers; on failure the log is in the error."""
+    def launch(self):
+        """Starts the program, in a process group of its own, and waits for nothing."""
         assert self.process is None, f"{self.name} already runs"
         with open(self.log_path, "ab") as log:
-            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+        _guard.tell("+", self.pid)
         _started.add(self)
+        return self
+
+    def start(self, timeout=60.0):
+        """Starts the program and waits until it answers; on failure the log is in the error."""
+        self.launch()
         patience = Patience(timeout)
         while not self.answers():
             code = self.process.poll()
             if code is not None or patience.ended():
-                self.kill()
+                self.end()
                 why = f"ended with {code}" if code is not None else f"not ready after {timeout} s"
                 raise AssertionError(f"{' '.join(self.command())}: {why}\n{self.log()[-4000:]}")
             time.sleep(0.02)
@@ -127,15 +162,24 @@ class Process:
     def wait(self, timeout=30.0):
         """The exit status."""
         code = self.process.wait(timeout)
+        _guard.tell("-", self.pid)
         self.process = None
         return code
 
     def kill(self):
-        """SIGKILL, as a crash would; returns once the process is gone."""
+        """SIGKILL to it alone, as a crash would; returns once the process is gone."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
-            self.process = None
+            self.wait(None)
+
+    def end(self):
+        """SIGKILL to it and all that it started."""
+        if self.process is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.wait(None)
 
     def stop(self, timeout=20.0):
         """Ends it politely, by force after `timeout` seconds."""
@@ -143,11 +187,9 @@ class Process:
             return
         self.process.terminate()
         try:
-            self.process.wait(timeout)
+            self.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
+            self.end()
 
     def close(self):
         self.stop()
