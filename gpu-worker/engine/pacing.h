@@ -9,9 +9,10 @@
  *   seconds = decode rows alone + row n + pair (n + KEYS_ROWS) keys        n prompt rows that see so many keys each, on average
  *
  * `row` and `pair` are fitted to the steps as they come (least squares of relative errors, older steps count less and less),
- * apart for steps with and without decode rows. KEYS_ROWS: reading the keys costs as much as that many rows, which is why a small
- * chunk behind a long context is dear. `drift` follows what the fit is too slow for. What decode rows take is known by their
- * number: else, when one stream has become thirty, all that they take would seem the price of the prompt rows beside them.
+ * apart for steps with and without decode rows; until there was one with both, rows are taken to cost there what they cost
+ * alone. KEYS_ROWS: reading the keys costs as much as that many rows, which is why a small chunk behind a long context is dear.
+ * `drift` follows what the fit is too slow for. What decode rows take is known by their number: else, when one stream has become
+ * thirty, all that they take would seem the price of the prompt rows beside them.
  */
 #pragma once
 #include <stdint.h>
@@ -38,6 +39,7 @@ struct pacing_step {
 };
 
 void pacing_init(struct pacing *pacing, uint32_t most, uint32_t fixed);
-/* Prompt rows for a step that has n_decodes decode rows while n_prompts prompts want rows; `past` tokens lie before the first. */
+/* Prompt rows for a step that has n_decodes decode rows while n_prompts prompts want rows (a short one may stand for several);
+ * `past` tokens lie before the first. */
 uint32_t pacing_rows(const struct pacing *pacing, uint32_t n_decodes, uint32_t n_prompts, uint32_t past);
 void pacing_observe(struct pacing *pacing, const struct pacing_step *step, double seconds);

@@ -3,7 +3,7 @@
 #include <string.h>
 #include "gpu-worker/log.h"
 
-enum { DECODE_BACKLOG = 16, MOST_PASSED = 64 };
+enum { DECODE_BACKLOG = 16, MOST_PASSED = 64, SHORT_PROMPT = 512, SHORT_WEIGHT = 4 };
 
 int sched_init(struct scheduler *sched, const struct scheduler_options *options, struct kv_cache *cache, struct kvg_error *err)
 {
@@ -301,14 +301,22 @@ static uint32_t next_past(const struct scheduler *sched)
     return 0;
 }
 
-/* Sequences that want prompt rows and may run. */
+/* Sequences that want prompt rows and may run. One that needs few stands for several: it streams soon, and with more rows to a
+ * step all the others decode in fewer steps. */
 static uint32_t count_prompts(const struct scheduler *sched)
 {
-    uint32_t slots = sched->options.max_num_seqs - sched->n_running, n = sched->n_waiting < slots ? sched->n_waiting : slots;
+    uint32_t slots = sched->options.max_num_seqs - sched->n_running, n = 0, n_short = 0;
 
-    for (uint32_t i = 0; i < sched->n_running; i++)
-        n += sequence_pending(sched->running[i]) > 1;
-    return n;
+    for (uint32_t i = 0; i < sched->n_running; i++) {
+        uint32_t pending = sequence_pending(sched->running[i]);
+        n += pending > 1;
+        n_short += pending > 1 && pending <= SHORT_PROMPT;
+    }
+    for (struct sequence *seq = sched->oldest; seq && slots; seq = seq->younger, slots--) {
+        n++;
+        n_short += seq->n_ids - cache_peek(sched->cache, &seq->held, seq->ids, seq->n_ids) <= SHORT_PROMPT;
+    }
+    return n_short > 1 ? n + (SHORT_WEIGHT - 1) * (n_short - 1) : n;
 }
 
 void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
@@ -316,7 +324,8 @@ void sched_plan(struct scheduler *sched, struct step_plan *plan, double now)
     plan->n = plan->n_rows = plan->n_samples = plan->n_decodes = plan->n_drafts = 0;
     plan_decodes(sched, plan);
     plan_drafts(sched, plan);
-    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, count_prompts(sched), next_past(sched));
+    uint32_t n_prompts = plan->n_decodes ? count_prompts(sched) : 1;
+    uint32_t room = pacing_rows(&sched->pacing, plan->n_decodes + plan->n_drafts, n_prompts, next_past(sched));
     if (plan_prefills(sched, plan, &room))
         plan_admissions(sched, plan, &room, now);
 }

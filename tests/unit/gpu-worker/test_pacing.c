@@ -73,6 +73,18 @@ static void what_more_streams_take_is_not_laid_on_the_prompts(void **state)
     assert_true(pacing_rows(&pacing, 28, 4, 0) >= 80);
 }
 
+/* A worker's first burst: one prompt was computed alone, then many come. */
+static void the_first_rows_beside_streams_are_taken_to_cost_what_they_cost_alone(void **state)
+{
+    const struct machine quick = {.fixed = 0.004, .a_row = 0.0003};
+    struct pacing pacing;
+
+    pacing_init(&pacing, 8192, 0);
+    step(&pacing, &quick, 320, 0);
+    step(&pacing, &quick, 0, 1);
+    assert_true(pacing_rows(&pacing, 14, 60, 0) > 400); /* in a quarter of a second */
+}
+
 static void steps_settle_near_their_target(void **state)
 {
     const struct machine usual = {0.008, 0.0002}, quick = {0.001, 0.00001}, slow = {0.2, 0.004}, slowest = {2, 0.1};
@@ -183,6 +195,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(steps_settle_near_their_target),
         cmocka_unit_test(what_more_streams_take_is_not_laid_on_the_prompts),
+        cmocka_unit_test(the_first_rows_beside_streams_are_taken_to_cost_what_they_cost_alone),
         cmocka_unit_test(many_prompts_beside_few_streams_lengthen_a_step),
         cmocka_unit_test(a_machine_that_slows_down_is_followed_in_a_few_steps),
         cmocka_unit_test(a_chunk_follows_the_depth_of_its_prompt),

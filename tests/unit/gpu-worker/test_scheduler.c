@@ -255,6 +255,34 @@ static void what_warms_the_cache_is_not_counted_as_waiting(void **state)
     assert_int_equal(sched_waiting(&w.sched), 0);
 }
 
+/* Prompt rows of a step beside a stream, while n prompts of so many tokens wait, on a machine that takes 4 ms a row. */
+static uint32_t rows_beside_a_stream(int n, uint32_t length)
+{
+    open_world(400, (struct scheduler_options){0});
+    add(0, 20, 0, 0);
+    step(0);
+    for (int i = 0; i < 20; i++) {
+        pacing_observe(&w.sched.pacing, &(struct pacing_step){.n_decodes = 1}, 0.008);
+        pacing_observe(&w.sched.pacing, &(struct pacing_step){32, 1, 16}, 0.008 + 32 * 0.004);
+    }
+    for (int i = 1; i <= n; i++)
+        add(i, length, 0, 1);
+    step(1);
+    uint32_t rows = w.plan.n_rows - 1;
+    close_world();
+    return rows;
+}
+
+static void several_short_prompts_lengthen_a_step_more_than_long_ones(void **state)
+{
+    uint32_t one_long = rows_beside_a_stream(1, 600), one_short = rows_beside_a_stream(1, 100);
+    uint32_t longs = rows_beside_a_stream(4, 600), shorts = rows_beside_a_stream(4, 100);
+
+    assert_int_equal(one_long, one_short);
+    assert_true(longs > one_long);
+    assert_true(2 * shorts > 3 * longs);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -266,6 +294,7 @@ int main(void)
         cmocka_unit_test(a_level_of_priority_counts_as_ten_seconds_of_waiting),
         cmocka_unit_test(whatever_waits_runs_at_last),
         cmocka_unit_test(what_warms_the_cache_is_not_counted_as_waiting),
+        cmocka_unit_test(several_short_prompts_lengthen_a_step_more_than_long_ones),
         cmocka_unit_test(backlog_counts_prompt_tokens_and_sixteen_a_decode),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
