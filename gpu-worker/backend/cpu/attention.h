@@ -49,14 +49,19 @@ static inline struct kv_head_at kv_head_at(const struct kv_layer *kv, uint32_t b
 
 static const uint32_t WHOLE = UINT32_MAX; /* in place of a segment: all of them */
 
+/* Keys of one kv head, positions begin..end. */
+struct key_run {
+    const uint32_t *blocks; /* of the sequence; NULL: no keys */
+    uint32_t kv_head, begin, end;
+};
+
 /* Up to ATTENTION_TILE query rows of one sequence that share a kv head. */
 struct attention_tile {
     const struct kv_layer *kv;
     const uint32_t *blocks;
     uint32_t kv_head, n_rows, last; /* last: the largest position */
     uint32_t segment, n_segments;   /* those to compute where the results are partial states; else WHOLE */
-    uint32_t begin, end;            /* positions of the keys that the thread goes through, call after call: to fetch ahead */
-    bool next_head;                 /* it goes on with the same positions of the next kv head */
+    struct key_run keys, next;      /* what the thread goes through in this call, call after call, and then: to fetch ahead */
     const float *q[ATTENTION_TILE]; /* [head_dim] each */
     float *out[ATTENTION_TILE];
     uint32_t position[ATTENTION_TILE]; /* row r attends positions 0..position[r] */
@@ -119,14 +124,13 @@ struct key_pages {
     uint32_t n_pages, n_keys;
 };
 
-static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t kv_head, uint32_t first)
+static inline struct key_pages pages_of(const struct kv_layer *kv, const struct key_run *keys, uint32_t first)
 {
-    const struct kv_layer *kv = tile->kv;
-    struct key_pages pages = {.n_keys = tile->last + 1 - first < KEY_TILE ? tile->last + 1 - first : KEY_TILE};
+    struct key_pages pages = {.n_keys = keys->end + 1 - first < KEY_TILE ? keys->end + 1 - first : KEY_TILE};
     pages.n_pages = (pages.n_keys + KV_PAGE - 1) / KV_PAGE;
     for (uint32_t i = 0; i < pages.n_pages; i++) {
         uint32_t position = first + i * KV_PAGE, slot = position & (kv->block_size - 1);
-        struct kv_head_at at = kv_head_at(kv, tile->blocks[position >> kv->block_shift], kv_head);
+        struct kv_head_at at = kv_head_at(kv, keys->blocks[position >> kv->block_shift], keys->kv_head);
         pages.page[i].k = at.k + (size_t)slot * kv->key_dim * kv->value_bytes;
         pages.page[i].v = at.v;
         pages.page[i].slot = slot;
@@ -134,6 +138,12 @@ static inline struct key_pages find_pages(const struct attention_tile *tile, uin
         pages.page[i].v_scales = at.v_scales + slot;
     }
     return pages;
+}
+
+static inline struct key_pages find_pages(const struct attention_tile *tile, uint32_t first)
+{
+    struct key_run all = {tile->blocks, tile->kv_head, 0, tile->last};
+    return pages_of(tile->kv, &all, first);
 }
 
 /* One way to keep keys and values on one instruction set. */

@@ -275,10 +275,10 @@ V_INLINE void attend_segment(enum backend_kv_dtype dtype, const struct attention
         return;
     if (low > begin)
         begin += (low - begin) / KEY_TILE * KEY_TILE;
-    struct key_pages pages = find_pages(tile, tile->kv_head, begin), next = pages;
+    struct key_pages pages = find_pages(tile, begin), next = pages;
     for (uint32_t first = begin; first <= end; first += KEY_TILE, pages = next) {
         if (tile->last - first >= KEY_TILE)
-            next = find_pages(tile, tile->kv_head, first + KEY_TILE);
+            next = find_pages(tile, first + KEY_TILE);
         read_keys(dtype, s, tile->kv, &pages, &next);
         read_values(dtype, s, tile->kv, &pages, &next);
         attend_keys(tile, s, state, first, &pages);

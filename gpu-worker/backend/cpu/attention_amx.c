@@ -507,14 +507,14 @@ V_INLINE void attend_keys(enum backend_kv_dtype dtype, const struct shape *shape
     }
 }
 
-/* What to fetch: keys from `first`, after the last of them those of the next head. */
+/* What to fetch: keys from `first`, after the last of them those of the next run. */
 static struct key_pages pages_ahead(const struct attention_tile *tile, uint32_t first)
 {
     struct key_pages none = {0};
-    if (first <= tile->end)
-        return find_pages(tile, tile->kv_head, first);
-    first -= tile->end / KEY_TILE * KEY_TILE + KEY_TILE - tile->begin;
-    return tile->next_head && first <= tile->end ? find_pages(tile, tile->kv_head + 1, first) : none;
+    if (first <= tile->keys.end)
+        return pages_of(tile->kv, &tile->keys, first);
+    first -= tile->keys.end / KEY_TILE * KEY_TILE + KEY_TILE - tile->next.begin;
+    return tile->next.blocks && first <= tile->next.end ? pages_of(tile->kv, &tile->next, first) : none;
 }
 
 V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_tile *tile, const struct shape *shape,
@@ -525,7 +525,7 @@ V_INLINE void attend_blocks(enum backend_kv_dtype dtype, const struct attention_
     for (uint32_t b = 0; b < shape->n_lane_blocks && shape->high[b] < begin; b++)
         leave_empty(shape, state, b);
     for (uint32_t first = begin; first <= end; first += KEY_TILE) {
-        struct key_pages pages = find_pages(tile, tile->kv_head, first);
+        struct key_pages pages = find_pages(tile, first);
         struct fetch fetch = {tile->kv, pages_ahead(tile, first + KEY_TILE), 0, each};
         prepare_keys(dtype, shape, s, &pages, &ops);
         prepare_values(dtype, tile->kv, s, &pages, &ops);
@@ -540,7 +540,7 @@ V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const st
                            const struct attention_state *state)
 {
     struct operands ops, next_ops;
-    struct key_pages pages = find_pages(tile, tile->kv_head, begin), next;
+    struct key_pages pages = find_pages(tile, begin), next;
     prepare_keys(dtype, shape, s, &pages, &ops);
     score(dtype, width, shape, s, &ops, 0, false, s->s[0]);
     for (uint32_t first = begin, i = 0; first <= end; first += KEY_TILE, i++) {
@@ -550,7 +550,7 @@ V_INLINE void attend_block(enum backend_kv_dtype dtype, uint32_t width, const st
         if (opening)
             open_segment(dtype, masked, width, shape, s, &ops, state, scores, 0, first);
         if (more) {
-            next = find_pages(tile, tile->kv_head, first + KEY_TILE);
+            next = find_pages(tile, first + KEY_TILE);
             prepare_keys(dtype, shape, s, &next, &next_ops);
             score(dtype, width, shape, s, &next_ops, 0, dtype != KV_INT8, next_scores);
         }

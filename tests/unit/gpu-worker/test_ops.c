@@ -864,6 +864,74 @@ static void test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies
         }
 }
 
+/* Behind FAR tokens threads take several tiles through the keys at once, and runs of the keys of some. */
+enum { FAR = 4352 + 90, FAR_ROWS = 150 };
+
+/* The attention of the last FAR_ROWS tokens, `chunk` of them in a step and two rows of another sequence beside each. */
+static void attend_far(struct cpu_backend *cpu, const struct geometry *g, uint32_t chunk, float *out)
+{
+    static uint32_t blocks[2][(FAR + FAR_ROWS) / 16 + 1];
+    uint32_t n_blocks = (FAR + FAR_ROWS) / g->block_size + 1, q_width = g->n_heads * g->head_dim, ids[256] = {0};
+    uint32_t kv_width = g->n_kv_heads * g->head_dim, n;
+    struct backend_kv kv = {1, g->n_heads, g->n_kv_heads, g->head_dim, n_blocks + 1, g->block_size, g->dtype};
+    const struct backend_ops *ops = cpu->base.ops;
+    float frequencies[MAX_HEAD_DIM / 2] = {0};
+    assert_int_equal(ops->kv_alloc(&cpu->base, &kv, NULL), 0);
+    memset(cpu->kv_memory, 0xff, cpu->kv_bytes);
+    struct tensor *q = activation(cpu, 256, q_width), *k = activation(cpu, 256, kv_width), *v = activation(cpu, 256, kv_width);
+    struct tensor *attended = activation(cpu, 256, q_width), *angles = activation(cpu, 256, g->head_dim),
+                  *f = vector_of(cpu, frequencies, g->head_dim / 2);
+    struct backend_rope rope = {0, q, k, v, angles, g->style};
+    struct backend_attention attention = {0, 1.0f / sqrtf((float)g->head_dim), q, attended};
+    for (uint32_t b = 0; b < n_blocks; b++)
+        blocks[0][b] = n_blocks - b;
+    for (uint32_t at = 0; at < FAR + FAR_ROWS; at += n) {
+        uint32_t most = at < FAR ? FAR - at : FAR + FAR_ROWS - at, size = at < FAR ? 250 : chunk;
+        n = most < size ? most : size;
+        struct backend_seq seqs[2] = {{0, 2, 0, blocks[1]}, {2, n, at, blocks[0]}};
+        struct backend_step step = {.n_rows = n + 2, .n_seqs = 2, .ids = ids, .seqs = seqs};
+        for (uint32_t r = 0; r < n + 2; r++) {
+            state = r < 2 ? r : at + r; /* a row is the same in every chunk */
+            for (uint32_t i = 0; i < q_width; i++)
+                q->data[r * q_width + i] = random_float() * 3;
+            for (uint32_t i = 0; i < kv_width; i++)
+                k->data[r * kv_width + i] = random_float() * 3, v->data[r * kv_width + i] = random_float();
+        }
+        assert_int_equal(ops->begin_step(&cpu->base, &step, NULL), 0);
+        ops->angles(&cpu->base, f, angles);
+        ops->rope_store(&cpu->base, &rope);
+        if (at >= FAR)
+            ops->attention(&cpu->base, &attention);
+        assert_int_equal(ops->end_step(&cpu->base, NULL), 0);
+        if (at >= FAR)
+            memcpy(out + (at - FAR) * q_width, attended->data + 2 * q_width, n * q_width * sizeof *out);
+    }
+}
+
+static void test_tiles_and_runs_behind_many_tokens_do_not_change_a_row(void **unused)
+{
+    static const struct geometry geometries[] = {{64, 9, 3, 32, ROPE_INTERLEAVED}, {128, 7, 1, 64, ROPE_HALVES}};
+    static const struct {
+        uint32_t chunk, threads;
+    } ways[] = {{1, 1}, {FAR_ROWS, 1}, {FAR_ROWS, 2}, {70, 3}, {21, 2}, {FAR_ROWS, 7}, {2, 5}};
+    static float alone[FAR_ROWS * 1024], other[FAR_ROWS * 1024];
+    const char *some[] = {"amx", "avx512", "generic"};
+    for (int variant = 0; variant < 6; variant++)
+        for (size_t w = 0; w < sizeof ways / sizeof *ways; w++) {
+            struct geometry g = geometries[variant % 2];
+            struct cpu_backend *cpu =
+                variant == 5 || (variant == 4 && w > 3) ? NULL : open_backend(some[variant / 2], ways[w].threads);
+            if (!cpu)
+                continue;
+            g.dtype = variant / 2 ? KV_F16 : KV_BF16;
+            attend_far(cpu, &g, ways[w].chunk, w ? other : alone);
+            close_backend(cpu);
+            if (w && memcmp(alone, other, (size_t)FAR_ROWS * g.n_heads * g.head_dim * sizeof *alone))
+                fail_msg("%s: %u rows a step on %u threads differ (head_dim %u)", some[variant / 2], ways[w].chunk,
+                         ways[w].threads, g.head_dim);
+        }
+}
+
 static void test_embed_and_gather_are_exact(void **unused)
 {
     struct cpu_backend *cpu = open_backend("auto", 2);
@@ -946,6 +1014,7 @@ int main(void)
         cmocka_unit_test(test_an_order_out_of_range_or_of_floats_is_refused),
         cmocka_unit_test(test_attention_is_right_and_invariant),
         cmocka_unit_test(test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies),
+        cmocka_unit_test(test_tiles_and_runs_behind_many_tokens_do_not_change_a_row),
         cmocka_unit_test(test_embed_and_gather_are_exact),
         cmocka_unit_test(test_bad_options_and_steps_are_refused),
     };
