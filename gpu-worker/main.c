@@ -124,6 +124,7 @@ static struct engine_options engine_options(const struct worker *worker)
         .block_size = options->block_size,
         .num_kv_blocks = options->num_kv_blocks,
         .kv_cache_bytes = options->kv_cache_memory,
+        .max_waiting = options->max_waiting,
         .disable_prefix_caching = options->disable_prefix_caching,
         .disable_chunked_prefill = options->disable_chunked_prefill,
         .priority_scheduling = strcmp(options->scheduling_policy, "priority") == 0,

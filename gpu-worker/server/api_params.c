@@ -340,6 +340,15 @@ static bool parse_id(struct kvg_str text, uint32_t n_vocab, uint32_t *out)
     return id < n_vocab;
 }
 
+static int no_bias_id(struct parse *p, struct kvg_str key)
+{
+    enum { SHOWN = 24 };
+
+    return blame(p, kvg_fail(p->err, KVG_INVALID, "logit_bias has the key \"%.*s%s\", which is no token id from 0 to %u",
+                             (int)(key.len < SHOWN ? key.len : SHOWN), key.bytes, key.len > SHOWN ? "…" : "",
+                             p->context->n_vocab - 1));
+}
+
 static int parse_logit_bias(struct parse *p, const struct kvg_json *value)
 {
     if (value->type != KVG_JSON_OBJECT)
@@ -353,8 +362,7 @@ static int parse_logit_bias(struct parse *p, const struct kvg_json *value)
     for (uint32_t i = 0; i < value->n; i++) {
         double bias;
         if (!parse_id(value->items[i].key, p->context->n_vocab, &biases[i].id))
-            return blame(p, kvg_fail(p->err, KVG_INVALID, "logit_bias has a key that is no token id from 0 to %u",
-                                     p->context->n_vocab - 1));
+            return no_bias_id(p, value->items[i].key);
         if (!kvg_json_double(&value->items[i], &bias) || bias < -100 || bias > 100)
             return expected(p, "an object whose values are numbers from -100 to 100", &value->items[i]);
         biases[i].bias = (float)bias;

@@ -34,9 +34,12 @@ static bool read_params(struct generation *g, const struct kvg_json *body)
 
 static bool make_room(struct generation *g, size_t n_prompts)
 {
-    if (n_prompts > MAX_CHOICES_TOTAL / g->params.engine.n) {
-        kvg_fail(&g->fault.err, KVG_INVALID, "%zu prompts with n = %u make more than %d choices", n_prompts, g->params.engine.n,
-                 MAX_CHOICES_TOTAL);
+    uint32_t most = g->server->options.max_waiting + g->server->info.max_num_seqs;
+
+    most = most < MAX_CHOICES_TOTAL ? most : MAX_CHOICES_TOTAL;
+    if (n_prompts > most / g->params.engine.n) {
+        kvg_fail(&g->fault.err, KVG_INVALID, "%zu prompts with n = %u are more choices than the %u that may run and wait at once",
+                 n_prompts, g->params.engine.n, most);
         snprintf(g->fault.err.param, sizeof g->fault.err.param, "prompt");
         return prompt_fail(&g->fault, 400, NULL);
     }

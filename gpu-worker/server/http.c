@@ -193,6 +193,9 @@ static int parser_fault(const http_parser *parser, const char **why)
         return 505;
     case HPE_INVALID_TRANSFER_ENCODING:
         return 501;
+    case HPE_INVALID_CONTENT_LENGTH: /* of a chunk, too */
+        *why = "a length, of the body or of a chunk, is no number or is too large";
+        return 400;
     case HPE_UNEXPECTED_CONTENT_LENGTH:
         *why = "a request may have one Content-Length, and none beside Transfer-Encoding";
         return 400;

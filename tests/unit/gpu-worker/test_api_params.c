@@ -130,6 +130,18 @@ static void bad_members_are_refused_by_name(void **state)
     }
 }
 
+static void a_key_that_is_no_token_id_is_named(void **state)
+{
+    struct world w;
+
+    parse(&w, plain(CHAT), "{\"logit_bias\":{\"1\":1,\"1000\":1}}");
+    assert_non_null(strstr(w.err.message, "\"1000\""));
+    kvg_arena_free(&w.arena);
+    parse(&w, plain(CHAT), "{\"logit_bias\":{\"012345678901234567890123456789\":1}}");
+    assert_non_null(strstr(w.err.message, "\"012345678901234567890123…\""));
+    kvg_arena_free(&w.arena);
+}
+
 static const struct acceptance {
     enum kvg_endpoint endpoint;
     const char *body;
@@ -261,8 +273,11 @@ static void the_gateway_may_send_ids_and_priority(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bad_members_are_refused_by_name),       cmocka_unit_test(good_members_are_read),
-        cmocka_unit_test(lists_arrive_whole_and_sorted),         cmocka_unit_test(a_single_stop_string_is_a_list_of_one),
+        cmocka_unit_test(bad_members_are_refused_by_name),
+        cmocka_unit_test(a_key_that_is_no_token_id_is_named),
+        cmocka_unit_test(good_members_are_read),
+        cmocka_unit_test(lists_arrive_whole_and_sorted),
+        cmocka_unit_test(a_single_stop_string_is_a_list_of_one),
         cmocka_unit_test(the_gateway_may_send_ids_and_priority),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -653,6 +653,18 @@ static void too_many_waiting_requests_get_503(void **state)
     close(fd);
 }
 
+/* One request with more prompts than may run and wait at once would keep all others out, and could never be taken. */
+static void more_prompts_than_may_wait_are_refused_with_both_numbers(void **state)
+{
+    int fd = dial(*state);
+    post(fd, "/v1/completions", "{\"prompt\":[\"a\",\"b\",\"c\"],\"n\":2}");
+    const char *text = hear(fd, "}}");
+    assert_has(text, "HTTP/1.1 400 ");
+    assert_has(text, "3 prompts with n = 2 are more choices than the 5 that may run and wait at once");
+    assert_has(text, "\"param\":\"prompt\"");
+    close(fd);
+}
+
 static void a_drain_finishes_what_runs_and_takes_no_more(void **state)
 {
     struct world *w = *state;
@@ -717,6 +729,7 @@ int main(void)
         IN_WORLD(the_plain_listener_ignores_the_gateways_headers),
         IN_WORLD(tokenize_gives_ids_and_chain),
         cmocka_unit_test_setup_teardown(too_many_waiting_requests_get_503, open_narrow, close_world),
+        cmocka_unit_test_setup_teardown(more_prompts_than_may_wait_are_refused_with_both_numbers, open_narrow, close_world),
         cmocka_unit_test_setup_teardown(a_silent_stream_is_kept_alive_by_comments, open_hasty, close_world),
         cmocka_unit_test_setup_teardown(a_request_that_does_not_go_on_is_408_and_an_idle_connection_ends, open_hasty,
                                         close_world),
