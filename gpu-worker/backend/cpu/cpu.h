@@ -44,7 +44,6 @@ struct cpu_backend {
     struct kv_layer *layers; /* [kv.n_layers] */
     uint8_t *kv_memory;
     size_t kv_bytes;
-    struct cpu_ahead *ahead; /* NULL: pages of the pool are taken when they are written */
     struct attention_kernels attention_kernels, window_kernels; /* of the pool's dtype */
 
     /* Scratch, grown while weights load. */
@@ -93,10 +92,6 @@ int cpu_activation(struct backend *backend, struct tensor **out, uint32_t rows, 
 size_t cpu_kv_block_bytes(const struct backend *backend, const struct backend_kv *kv);
 int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kvg_error *err);
 void cpu_kv_free(struct cpu_backend *cpu);
-/* Pages of the KV pool behind its first n_blocks blocks are taken in advance, from start to stop. A step asks; it never waits. */
-void cpu_ahead_start(struct cpu_backend *cpu);
-void cpu_ahead_of(struct cpu_backend *cpu, uint32_t n_blocks);
-void cpu_ahead_stop(struct cpu_backend *cpu);
 void cpu_free_memory(struct cpu_backend *cpu);
 int cpu_attention_alloc(struct cpu_backend *cpu, struct kvg_error *err);
 void cpu_attention_free(struct cpu_backend *cpu);

@@ -1,5 +1,4 @@
-/* The KV pool. Its pages are taken when a block is first written, or shortly before (cpu_ahead.c): resident memory is little more
- * than what is in use, and start costs nothing. */
+/* The KV pool. Its pages are taken when a block is first written: resident memory is what is in use, and start costs nothing. */
 #include "gpu-worker/backend/cpu/cpu.h"
 #include <stdlib.h>
 
@@ -64,14 +63,11 @@ int cpu_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct kv
         cpu->layers[i] = layer;
         cpu->layers[i].memory = cpu->kv_memory + i * layer_bytes;
     }
-    if ((failed = cpu_attention_alloc(cpu, err)) == 0)
-        cpu_ahead_start(cpu);
-    return failed;
+    return cpu_attention_alloc(cpu, err);
 }
 
 void cpu_kv_free(struct cpu_backend *cpu)
 {
-    cpu_ahead_stop(cpu);
     free(cpu->layers);
     cpu_unmap(cpu->kv_memory, cpu->kv_bytes);
 }

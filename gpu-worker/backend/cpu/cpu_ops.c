@@ -22,14 +22,12 @@ static void for_rows(struct cpu_backend *cpu, uint32_t n, uint32_t cols, thread_
 
 /* ---- step ---- */
 
-/* Raises *n_blocks above every block that is written to. */
-static int place_rows(struct cpu_backend *cpu, const struct backend_seq *seq, uint32_t *n_blocks, struct kvg_error *err)
+static int place_rows(struct cpu_backend *cpu, const struct backend_seq *seq, struct kvg_error *err)
 {
     for (uint32_t i = 0; i < seq->n_rows; i++) {
         uint32_t position = seq->n_past + i, block = seq->blocks[position / cpu->kv.block_size];
         if (block >= cpu->kv.n_blocks)
             return kvg_fail(err, KVG_INVALID, "block %u of %u in a block table", block, cpu->kv.n_blocks);
-        *n_blocks = block >= *n_blocks ? block + 1 : *n_blocks;
         cpu->places[seq->first_row + i] = (struct row_place){position, block, position % cpu->kv.block_size};
     }
     return 0;
@@ -38,7 +36,7 @@ static int place_rows(struct cpu_backend *cpu, const struct backend_seq *seq, ui
 int cpu_begin_step(struct backend *backend, const struct backend_step *step, struct kvg_error *err)
 {
     struct cpu_backend *cpu = cpu_of(backend);
-    uint32_t next = 0, n_blocks = 0;
+    uint32_t next = 0;
     if (step->n_rows > cpu->options.max_rows || step->n_seqs > cpu->options.max_seqs ||
         step->n_outputs > cpu->options.max_outputs)
         return kvg_fail(err, KVG_INVALID, "a step of %u rows, %u sequences, %u outputs exceeds %u, %u, %u", step->n_rows,
@@ -49,13 +47,12 @@ int cpu_begin_step(struct backend *backend, const struct backend_step *step, str
         if (seq->first_row != next || seq->n_rows > step->n_rows - next)
             return kvg_fail(err, KVG_INVALID, "sequence %u does not start at row %u or ends past row %u", i, next, step->n_rows);
         next += seq->n_rows;
-        int failed = place_rows(cpu, seq, &n_blocks, err);
+        int failed = place_rows(cpu, seq, err);
         if (failed)
             return failed;
     }
     if (next != step->n_rows)
         return kvg_fail(err, KVG_INVALID, "the sequences cover %u of %u rows", next, step->n_rows);
-    cpu_ahead_of(cpu, n_blocks);
     cpu_attention_begin(cpu);
     return 0;
 }
