@@ -72,9 +72,10 @@ static void no_longer_pending(struct generation *g, struct prompt_run *run)
     run->pending = false;
 }
 
+/* The prompts are the pool thread's until the first of them is submitted. */
 static void cancel_open(struct generation *g)
 {
-    for (uint32_t i = 0; i < g->n_prompts; i++)
+    for (uint32_t i = 0; g->n_open && i < g->n_prompts; i++)
         if (g->prompts[i].open)
             engine_cancel(g->server->engine, g->prompts[i].request_id);
 }

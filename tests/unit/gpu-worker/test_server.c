@@ -422,6 +422,24 @@ static void a_client_that_leaves_cancels(void **state)
     }
 }
 
+/* While its body is read on another thread. What was submitted all the same is cancelled. */
+static void a_client_may_leave_while_its_request_is_read(void **state)
+{
+    for (unsigned i = 0; i < 30; i++) {
+        int fd = dial(*state);
+        post(fd, "/v1/completions", "{\"prompt\":\"once upon a time\",\"n\":8}");
+        usleep(i % 10 * 20);
+        close(fd);
+    }
+    int fd = dial(*state);
+    say(fd, "GET /health HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_has(hear(fd, "}"), "HTTP/1.1 200 ");
+    for (int i = 0; i < 1000 && scripted_open(); i++)
+        usleep(10000);
+    assert_int_equal(scripted_open(), 0);
+    close(fd);
+}
+
 static void a_reader_too_slow_is_dropped_and_the_engine_runs_on(void **state)
 {
     static char big[1 << 16];
@@ -717,6 +735,7 @@ int main(void)
         IN_WORLD(errors_have_openais_shape),
         cmocka_unit_test_setup_teardown(the_key_is_asked_for_where_it_matters, open_locked, close_world),
         IN_WORLD(a_client_that_leaves_cancels),
+        IN_WORLD(a_client_may_leave_while_its_request_is_read),
         IN_WORLD(a_reader_too_slow_is_dropped_and_the_engine_runs_on),
         IN_WORLD(pipelined_requests_are_answered_in_order),
         IN_WORLD(a_request_may_come_byte_by_byte_and_chunked),
