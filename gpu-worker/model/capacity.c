@@ -54,7 +54,8 @@ static int folder_format(const struct loader *loader, const char *name, const st
     bool quantized = quantized_has(&loader->quantization, loader->folder, name);
     if (!quantized && !tensor)
         return kvg_fail(err, KVG_FILE, "tensor %s is missing", name);
-    *out = quantized ? quantized_format(&loader->quantization) : safetensors_format(tensor->dtype);
+    struct quantization own = quantization_of(&loader->quantization, name);
+    *out = quantized ? quantized_format(&own) : safetensors_format(tensor->dtype);
     return *out ? 0
                 : kvg_fail(err, KVG_UNSUPPORTED, "tensor %s has type %s, which is not supported", name,
                            safetensors_dtype_name(tensor->dtype));
@@ -72,9 +73,10 @@ static int folder_bytes(const struct loader *loader, const char *name, uint64_t 
     struct quant_grouped form;
     const struct quant_format *format;
     bool quantized = quantized_has(&loader->quantization, loader->folder, name);
+    struct quantization own = quantization_of(&loader->quantization, name);
     int failed = folder_format(loader, name, &format, err);
     if (!failed)
-        *out = quantized && quantized_grouped(&loader->quantization, cols, &form)
+        *out = quantized && quantized_grouped(&own, cols, &form)
                    ? grouped_bytes(form.kind, cols, form.group, form.zeros, rows * cols)
                    : format_bytes(format, rows * cols);
     return failed;

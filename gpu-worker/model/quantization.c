@@ -56,6 +56,24 @@ static int read_numbers(const struct reader *r, const char *bits_key, const char
     return 0;
 }
 
+/* Of GPTQ's `dynamic`, other numbers for layers whose names fit a pattern, those are served that give lm_head other bits. */
+static int read_dynamic(const struct reader *r, const struct kvg_json *dynamic)
+{
+    static const char *const heads[] = {"lm_head", "^lm_head$", "+:lm_head", "+:^lm_head$"};
+    const struct kvg_json *other = dynamic->type == KVG_JSON_OBJECT && dynamic->n == 1 ? &dynamic->items[0] : NULL;
+    int64_t bits = 0;
+    bool head = false;
+    if (dynamic->type == KVG_JSON_OBJECT && dynamic->n == 0)
+        return 0;
+    for (size_t i = 0; other && i < sizeof heads / sizeof *heads; i++)
+        head = head || kvg_str_eq(other->key, heads[i]);
+    if (!head || other->type != KVG_JSON_OBJECT || other->n != 1 || !kvg_json_int(kvg_json_get(other, "bits"), &bits) ||
+        (bits != 4 && bits != 8))
+        return kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: dynamic: nothing but bits of lm_head, 4 or 8, is served");
+    r->out->head_bits = (uint32_t)bits;
+    return 0;
+}
+
 static int read_gptq(const struct reader *r)
 {
     const struct kvg_json *dynamic = kvg_json_get(r->config, "dynamic"), *order = kvg_json_get(r->config, "desc_act");
@@ -65,8 +83,9 @@ static int read_gptq(const struct reader *r)
     if (!second && !kvg_str_eq(form, "gptq"))
         return kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: checkpoint_format \"%.*s\": gptq and gptq_v2 are served",
                         AT_MOST(form));
-    if (!absent(dynamic) && !(dynamic->type == KVG_JSON_OBJECT && dynamic->n == 0))
-        return kvg_fail(r->err, KVG_UNSUPPORTED, "quantization_config: dynamic (other numbers for some layers) is not served");
+    int failed = absent(dynamic) ? 0 : read_dynamic(r, dynamic);
+    if (failed)
+        return failed;
     r->out->method = QUANTIZED_GPTQ;
     r->out->zero_add = second ? 0 : 1;
     r->out->act_order = order && order->type == KVG_JSON_TRUE;
@@ -166,6 +185,14 @@ static int read_compressed(const struct reader *r)
                         "are served",
                         r->out->bits, r->out->group, r->out->zeros ? "not symmetric" : "symmetric");
     return 0;
+}
+
+struct quantization quantization_of(const struct quantization *quantization, const char *name)
+{
+    struct quantization own = *quantization;
+    if (own.head_bits && strcmp(name, "lm_head.weight") == 0)
+        own.bits = own.head_bits;
+    return own;
 }
 
 int quantization_read(struct quantization *out, const struct kvg_gguf *gguf, struct kvg_error *err)

@@ -11,6 +11,7 @@ enum { NAME_SIZE = 200, STRIP = 32 /* rows unpacked at once */, HALF_BYTES = 16 
 /* A matrix while it is read. */
 struct reading {
     const struct quantization *quantization;
+    struct quantization own; /* what it points to */
     const struct safetensors *folder;
     struct kvg_error *err;
     char base[NAME_SIZE]; /* "model.layers.0.mlp.up_proj." */
@@ -548,12 +549,14 @@ int quantized_read(struct quantized_matrix *out, const struct quantization *quan
     *out = (struct quantized_matrix){0};
     if (!m)
         return kvg_fail(err, KVG_NOMEM, "no memory to read %.160s", name);
-    *m = (struct reading){.quantization = quantization,
+    struct quantization own = quantization_of(quantization, name);
+    *m = (struct reading){.quantization = &m->own,
+                          .own = own,
                           .folder = folder,
                           .err = err,
                           .rows = rows,
                           .cols = cols,
-                          .per_word = quantization->method == QUANTIZED_INT8 ? 1 : 32 / quantization->bits};
+                          .per_word = own.method == QUANTIZED_INT8 ? 1 : 32 / own.bits};
     int failed =
         base_of(name, m->base) ? convert(m, out, gathers, groups) : kvg_fail(err, KVG_FILE, "tensor %.160s is no matrix", name);
     if (!out->reading)

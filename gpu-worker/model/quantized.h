@@ -42,6 +42,7 @@ struct quantization {
     bool zeros;           /* not symmetric; pack-quantized: there are tensors of zeros */
     bool act_order;       /* g_idx must be there */
     bool activations;     /* they are quantized too, to 8 bits, a scale a token */
+    uint32_t head_bits;   /* of lm_head; 0: as the others */
 };
 
 /* From the folder's metadata. KVG_UNSUPPORTED names what in the quantization_config is not served. */
@@ -58,9 +59,11 @@ struct quantized_matrix {
     const struct safetensors_tensor *parts[QUANTIZED_PARTS]; /* what it was made of: NULL after the last. parts[0]: the codes */
 };
 
-/* What most of its matrices become where no backend takes grouped ones. */
+/* That of the matrix `name`, as if it were all matrices'. */
+struct quantization quantization_of(const struct quantization *quantization, const char *name);
+/* What such matrices become where no backend takes grouped ones. */
 const struct quant_format *quantized_format(const struct quantization *quantization);
-/* Whether a matrix of so many columns becomes a grouped one; sets its kind, cols, group and zeros. */
+/* Whether one of so many columns becomes a grouped one; sets its kind, cols, group and zeros. */
 bool quantized_grouped(const struct quantization *quantization, uint32_t cols, struct quant_grouped *out);
 /* Whether the matrix `name` ("….weight") is stored as codes; others of the folder are floats. */
 bool quantized_has(const struct quantization *quantization, const struct safetensors *folder, const char *name);

@@ -64,3 +64,33 @@ void int_pack_awq(const struct int_pack_matrix *m, uint32_t *qweight, uint16_t *
     }
     put_scales(m, scales);
 }
+
+static void pack_eight_group(const struct int_pack_eight *m, uint64_t r, uint64_t g)
+{
+    const float *w = m->w + r * m->cols + g * m->group;
+    float most = 0;
+    for (uint32_t i = 0; i < m->group; i++)
+        most = fmaxf(most, fabsf(w[i]));
+    uint16_t bits = m->scales[g * m->rows + r] = f32_to_f16(most / 127);
+    float scale = f16_to_f32(bits), inverse = scale > 0 ? 1 / scale : 0;
+    for (uint32_t i = 0; i < m->group; i += 4) {
+        uint32_t word = 0;
+        for (uint32_t j = 0; j < 4; j++)
+            word |= (uint32_t)(rounding_nearest(w[i + j] * inverse, -127, 127) + 128) << 8 * j;
+        m->qweight[(g * m->group + i) / 4 * m->rows + r] = word;
+    }
+}
+
+void int_pack_eight_rows(void *context, uint64_t first, uint64_t last)
+{
+    const struct int_pack_eight *m = context;
+    uint64_t groups = m->cols / m->group;
+    for (uint64_t i = 0; i < m->cols && first == 0; i++)
+        m->g_idx[i] = (int32_t)(i / m->group);
+    for (uint64_t g = 0; g < groups; g++) {
+        for (uint64_t r = 4 * first; r < 4 * last; r++)
+            pack_eight_group(m, r, g);
+        for (uint64_t r = first; r < last; r++)
+            m->qzeros[g * (m->rows / 4) + r] = 0x7f7f7f7f;
+    }
+}

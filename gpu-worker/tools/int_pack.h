@@ -21,3 +21,16 @@ void int_pack_gptq(const struct int_pack_matrix *m, uint32_t *qweight, uint16_t 
 /* AWQ's: qweight i32 [cols, rows / 8], scales f16 [cols / group, rows], qzeros i32 [cols / group, rows / 8]; a word holds eight
  * rows, 0 2 4 6 1 3 5 7 from the low bits up. order is NULL. */
 void int_pack_awq(const struct int_pack_matrix *m, uint32_t *qweight, uint16_t *scales, uint32_t *qzeros);
+
+/* A matrix [rows, cols] in GPTQ's tensors of 8 bits, rounded here: q = round(w / scale) + 128, scale = max|w| of the group / 127
+ * as F16. qweight i32 [cols / 4, rows], four codes of a column from the low bits up; scales f16 [cols / group, rows]; qzeros i32
+ * [cols / group, rows / 4], all 128 less one; g_idx i32 [cols]. */
+struct int_pack_eight {
+    const float *w; /* [rows, cols] */
+    uint64_t rows, cols;
+    uint32_t group, *qweight, *qzeros;
+    uint16_t *scales;
+    int32_t *g_idx;
+};
+/* Its rows 4 first..4 last, and with row 0 g_idx, as a body of parallel_ranges; context: a struct int_pack_eight. */
+void int_pack_eight_rows(void *context, uint64_t first, uint64_t last);

@@ -7,7 +7,7 @@
  * is tied, the embedding) as Q8_0. bf16: every matrix, as a base to compare others with. A matrix that is quantized already is
  * decoded first: what it lost stays lost. Folders are those of Hugging Face. w8a8: compressed-tensors, int8 weights with a scale
  * for each row, activations quantized for each token as they come. gptq-int4, awq-int4: groups of 128, symmetric, asymmetric.
- * --lm-head: lm_head too, rounded.
+ * --lm-head: lm_head too, rounded: to 8 bits, but beside awq-int4 to 4.
  * --calibration: instead of rounding each number for itself, by the inputs that a text gives: q4_0 and gptq-int4 by GPTQ
  * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way. --act-order:
  * with gptq-int4, columns whose inputs are largest are rounded first. OUT appears whole or not at all.

@@ -23,7 +23,7 @@
 #include "gpu-worker/tools/quantize.h"
 
 enum { NO_LAYER = -1, MOST_LAYER = 4095 };
-enum kind { KEPT, W8A8, GPTQ, AWQ };
+enum kind { KEPT, W8A8, GPTQ, AWQ, EIGHT /* lm_head beside GPTQ */ };
 
 struct entry {
     const struct safetensors_tensor *tensor;
@@ -62,8 +62,9 @@ static void name_entry(struct entry *entry, bool post_norms)
 
 static enum kind kind_of(const struct hf *hf, const struct entry *entry)
 {
-    bool head = hf->flags->lm_head && kvg_str_eq(entry->tensor->name, "lm_head.weight");
-    return head || entry->linear ? hf->format : KEPT;
+    if (hf->flags->lm_head && kvg_str_eq(entry->tensor->name, "lm_head.weight"))
+        return hf->format == GPTQ ? EIGHT : hf->format;
+    return entry->linear ? hf->format : KEPT;
 }
 
 static const struct entry *find_entry(const struct hf *hf, const char *name)
@@ -84,20 +85,20 @@ struct part {
 };
 
 /* What replaces ".weight" of a linear layer, in the order it is written; returns how many. */
-static uint32_t parts_of(const struct hf *hf, const struct safetensors_tensor *t, struct part out[4])
+static uint32_t parts_of(const struct hf *hf, enum kind kind, const struct safetensors_tensor *t, struct part out[4])
 {
-    uint64_t rows = t->shape[0], cols = t->shape[1], groups = cols / hf->flags->group;
-    uint64_t qweight[2] = {hf->format == AWQ ? cols : cols / 8, hf->format == AWQ ? rows / 8 : rows};
-    if (hf->format == W8A8) {
+    uint64_t rows = t->shape[0], cols = t->shape[1], groups = cols / hf->flags->group, per = kind == EIGHT ? 4 : 8;
+    uint64_t qweight[2] = {kind == AWQ ? cols : cols / per, kind == AWQ ? rows / per : rows};
+    if (kind == W8A8) {
         out[0] = (struct part){".weight", "I8", {rows, cols}, 2, rows * cols};
         out[1] = (struct part){".weight_scale", "BF16", {rows, 1}, 2, rows * 2};
         return 2;
     }
-    out[0] = (struct part){".qweight", "I32", {qweight[0], qweight[1]}, 2, cols / 8 * rows * 4};
-    out[1] = (struct part){".qzeros", "I32", {groups, rows / 8}, 2, groups * (rows / 8) * 4};
+    out[0] = (struct part){".qweight", "I32", {qweight[0], qweight[1]}, 2, cols / per * rows * 4};
+    out[1] = (struct part){".qzeros", "I32", {groups, rows / per}, 2, groups * (rows / per) * 4};
     out[2] = (struct part){".scales", "F16", {groups, rows}, 2, groups * rows * 2};
     out[3] = (struct part){".g_idx", "I32", {cols}, 1, cols * 4};
-    return hf->format == GPTQ ? 4 : 3;
+    return kind == AWQ ? 3 : 4;
 }
 
 static void add_header(struct kvg_buf *header, const char *name, size_t len, const char *suffix, const char *dtype,
@@ -134,8 +135,9 @@ static int write_header(struct hf *hf, struct kvg_error *err)
     kvg_buf_puts(&header, "{\"__metadata__\": {\"format\": \"pt\"}");
     for (size_t i = 0; i < hf->source->n_tensors && !failed; i++) {
         const struct safetensors_tensor *t = hf->entries[i].tensor;
+        enum kind kind = kind_of(hf, &hf->entries[i]);
         struct part parts[4];
-        if (kind_of(hf, &hf->entries[i]) == KEPT) {
+        if (kind == KEPT) {
             add_header(&header, t->name.bytes, t->name.len, "", safetensors_dtype_name(t->dtype), t->shape, t->n_dims, at,
                        t->n_bytes);
             at += t->n_bytes;
@@ -143,7 +145,7 @@ static int write_header(struct hf *hf, struct kvg_error *err)
         }
         if ((failed = check_tensor(hf, t, err)))
             break;
-        uint32_t n = parts_of(hf, t, parts);
+        uint32_t n = parts_of(hf, kind, t, parts);
         for (uint32_t p = 0; p < n; at += parts[p++].bytes)
             add_header(&header, t->name.bytes, t->name.len - strlen(".weight"), parts[p].suffix, parts[p].dtype, parts[p].shape,
                        parts[p].n_dims, at, parts[p].bytes);
@@ -217,22 +219,27 @@ static int write_w8(struct hf *hf, struct matrix *m, struct kvg_error *err)
     return failed ? failed : put(hf, m->row_scales, m->rows * sizeof *m->row_scales, err);
 }
 
-static int write_packed_w4(struct hf *hf, const struct int_pack_matrix *m, struct kvg_error *err)
+/* Packs a matrix as its kind is and writes it. m: of EIGHT w, rows, cols and group alone. */
+static int write_packed(struct hf *hf, enum kind kind, const struct int_pack_matrix *m, struct kvg_error *err)
 {
-    uint64_t groups = m->cols / m->group, words = m->cols / 8 * m->rows, zeros = groups * (m->rows / 8);
+    uint64_t per = kind == EIGHT ? 4 : 8, groups = m->cols / m->group, words = m->cols / per * m->rows;
+    uint64_t zeros = groups * (m->rows / per);
     uint32_t *qweight = malloc(words * 4), *qzeros = malloc(zeros * 4);
     uint16_t *scales = malloc(groups * m->rows * 2);
     int32_t *g_idx = malloc(m->cols * 4);
     int failed = qweight && qzeros && scales && g_idx ? 0 : kvg_fail(err, KVG_NOMEM, "no memory to pack a matrix");
+    struct int_pack_eight eight = {m->w, m->rows, m->cols, m->group, qweight, qzeros, scales, g_idx};
     if (!failed) {
-        if (hf->format == AWQ)
+        if (kind == AWQ)
             int_pack_awq(m, qweight, scales, qzeros);
-        else
+        else if (kind == GPTQ)
             int_pack_gptq(m, qweight, scales, qzeros, g_idx);
+        else
+            parallel_ranges(hf->flags->threads, m->rows / 4, int_pack_eight_rows, &eight);
         failed = put(hf, qweight, words * 4, err);
         failed = failed ? failed : put(hf, qzeros, zeros * 4, err);
         failed = failed ? failed : put(hf, scales, groups * m->rows * 2, err);
-        failed = failed || hf->format == AWQ ? failed : put(hf, g_idx, m->cols * 4, err);
+        failed = failed || kind == AWQ ? failed : put(hf, g_idx, m->cols * 4, err);
     }
     free(qweight);
     free(qzeros);
@@ -272,6 +279,8 @@ static int write_w4(struct hf *hf, struct matrix *m, const struct entry *entry, 
 {
     const uint32_t *order = NULL;
     int failed = 0;
+    if (kind_of(hf, entry) == EIGHT)
+        return write_packed(hf, EIGHT, &(struct int_pack_matrix){m->values, NULL, NULL, m->rows, m->cols, hf->grid.group}, err);
     m->ranges = malloc(m->rows * (m->cols / hf->grid.group) * sizeof *m->ranges);
     if (!m->ranges)
         return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
@@ -282,7 +291,7 @@ static int write_w4(struct hf *hf, struct matrix *m, const struct entry *entry, 
     else
         failed = round_gptq(hf, m, entry->name, &order, err);
     const struct int_pack_matrix packed = {m->values, m->ranges, order, m->rows, m->cols, hf->grid.group};
-    return failed ? failed : write_packed_w4(hf, &packed, err);
+    return failed ? failed : write_packed(hf, hf->format, &packed, err);
 }
 
 /* ---- AWQ --------------------------------------------------------------------------------------------------------------- */
@@ -436,7 +445,8 @@ static const char w8a8_config[] =
     "\"group_size\": null, \"actorder\": null, \"observer\": null}, \"output_activations\": null}}}";
 static const char gptq_config[] =
     "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %u, \"desc_act\": %s, \"sym\": true, "
-    "\"damp_percent\": %g, \"lm_head\": %s, \"checkpoint_format\": \"gptq\"}";
+    "\"damp_percent\": %g, %s, \"checkpoint_format\": \"gptq\"}";
+static const char gptq_head[] = "\"lm_head\": true, \"dynamic\": {\"+:^lm_head$\": {\"bits\": 8}}";
 static const char awq_config[] =
     "{\"quant_method\": \"awq\", \"bits\": 4, \"group_size\": %u, \"zero_point\": true, \"version\": \"gemm\", "
     "\"modules_to_not_convert\": null, \"lm_head\": %s}";
@@ -449,7 +459,8 @@ static void add_config(struct kvg_buf *out, const struct hf *hf)
     if (hf->format == W8A8)
         kvg_buf_printf(out, w8a8_config, flags->lm_head ? "" : "\"lm_head\"");
     else if (hf->format == GPTQ)
-        kvg_buf_printf(out, gptq_config, flags->group, flags->act_order ? "true" : "false", CALIBRATION_DAMPING, head);
+        kvg_buf_printf(out, gptq_config, flags->group, flags->act_order ? "true" : "false", CALIBRATION_DAMPING,
+                       flags->lm_head ? gptq_head : "\"lm_head\": false");
     else
         kvg_buf_printf(out, awq_config, flags->group, head);
 }

@@ -86,6 +86,22 @@ def test_an_output_matrix_may_be_quantized(scheme, tmp_path):
     assert np.abs(got - want).max() < limit(scheme) * want.std()
 
 
+def test_an_output_matrix_may_have_bits_of_its_own(tmp_path):
+    """GPTQ's `dynamic`: layers of 4 bits, lm_head of 8."""
+    weights, head = tensors(), "lm_head.weight"
+    stored, plain = qf.quantize(weights, "gptq")
+    eight, eight_plain = qf.quantize({head: weights[head]}, "gptq 8 bits", (head,))
+    for tensors_of, own in ((stored, eight), (plain, eight_plain)):
+        del tensors_of[head]
+        tensors_of.update(own)
+    done, got = run(make(tmp_path / "quantized", stored, qf.gptq_config(lm_head=True, dynamic={"+:^lm_head$": {"bits": 8}})), tmp_path)
+    assert done.returncode == 0, done.stderr
+    twin, want = run(make(tmp_path / "plain", plain), tmp_path)
+    assert twin.returncode == 0, twin.stderr
+    assert np.abs(got - want).max() < limit("gptq 8 bits") * want.std()
+    assert "lm_head.qweight is [32," in refused(make(tmp_path / "four", stored, qf.gptq_config(lm_head=True)), tmp_path)
+
+
 @pytest.mark.parametrize("scheme", ["gptq", "gptq act-order asymmetric", "awq", "w8a8"])
 def test_each_instruction_set_gives_its_own_bits_at_any_chunk(scheme, tmp_path):
     folder = make(tmp_path / "model", qf.quantize(tensors(), scheme)[0], qf.SCHEMES[scheme][0])
@@ -179,7 +195,9 @@ CONFIGS = [
     (qf.gptq_config(group=96), "[128, 128]: columns must come in groups of 96"),
     (qf.gptq_config(group=128), "q_proj.qzeros is [2, 16] of 2 dimensions, expected [1, 16] of 2: a matrix [128, 128] of 4 bits in groups of 128"),
     (qf.gptq_config(checkpoint_format="marlin"), 'checkpoint_format "marlin"'),
-    (qf.gptq_config(dynamic={"-:lm_head": {}}), "dynamic"),
+    *((qf.gptq_config(dynamic=d), "dynamic: nothing but bits of lm_head, 4 or 8, is served")
+      for d in ({"-:lm_head": {}}, {"+:lm_head": {"bits": 5}}, {"+:lm_head": {"bits": 8, "group_size": 32}}, {"+:lm_head": {}},
+                {"+:mlp.*": {"bits": 8}}, {"+:lm_head": {"bits": 8}, "+:mlp.*": {"bits": 8}}, [])),
     (qf.awq_config(version="gemv"), 'version "gemv"'),
     (qf.awq_config(bits=8), "awq of 8 bits"),
     (qf.compressed_config("float-quantized"), 'format "float-quantized"'),
