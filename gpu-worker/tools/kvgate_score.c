@@ -1,11 +1,13 @@
 /* kvgate-score: log-probabilities that a model gives to a text, and the KL divergence from a base model's, window by window.
  *
- *   kvgate-score --model FILE [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] [--from 0] [flags]
+ *   kvgate-score --model FILE [--model FILE ...] [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] [--from
+ * 0] [flags]
  *
  * The text is cut into windows of `context` tokens (BOS first where the model has one); the positions from `skip` on are scored,
  * each over the whole vocabulary. stdout: one JSON object a line, first {"windows", "scored_per_window", ...}, then one each
  * window: {"window", "tokens", "nll", "base_nll", "kl", "same_top"}, sums over its positions in nats. `--from W` begins at window
- * W, so a caller that kept the lines continues where it ended. Base and model are in memory together.
+ * W, so a caller that kept the lines continues where it ended. Base and model are in memory together. Several models share what
+ * the base costs: then a window has a line for each, which begins with {"model": its number from 0}.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,11 +17,11 @@
 #include "gpu-worker/tools/divergence.h"
 #include "libprompt/prompt.h"
 
-enum { BLOCK = 32, CHUNK = 64, MOST_TEXT = 1 << 30 };
+enum { BLOCK = 32, CHUNK = 64, MOST_TEXT = 1 << 30, MOST_MODELS = 16 };
 
 struct flags {
-    const char *model, *base, *text, *device, *isa, *arithmetic;
-    uint32_t context, skip, tokens, from, threads;
+    const char *models[MOST_MODELS], *base, *text, *device, *isa, *arithmetic;
+    uint32_t n_models, context, skip, tokens, from, threads;
 };
 
 struct scored {
@@ -117,29 +119,56 @@ struct sums {
     double nll, base_nll, kl;
 };
 
-/* One window: position i predicts ids[i + 1]; the last predicts nothing. */
-static struct sums score_window(struct scored *model, struct scored *base, const struct flags *flags, const uint32_t *ids)
+struct logits {
+    const float *rows;
+    uint32_t n_vocab;
+};
+
+/* targets: what the n rows predict. expected: the base's, rows NULL without one. */
+static void add_rows(struct sums *sums, struct logits logits, struct logits expected, const uint32_t *targets, uint32_t n)
 {
-    uint32_t n_vocab = model_info(model->model)->n_vocab, base_vocab = base ? model_info(base->model)->n_vocab : n_vocab;
-    uint32_t last = flags->context - 1, n_common = n_vocab < base_vocab ? n_vocab : base_vocab;
-    struct sums sums = {0};
+    uint32_t n_common = expected.rows && expected.n_vocab < logits.n_vocab ? expected.n_vocab : logits.n_vocab;
+    for (uint32_t i = 0; i < n; i++) {
+        struct divergence d;
+        divergence_measure(logits.rows + (size_t)i * logits.n_vocab,
+                           expected.rows ? expected.rows + (size_t)i * expected.n_vocab : NULL, n_common, targets[i], &d);
+        sums->tokens++;
+        sums->nll += d.nll;
+        sums->base_nll += d.base_nll;
+        sums->kl += d.kl;
+        sums->same_top += d.same_top;
+    }
+}
+
+static struct logits logits_of(struct scored *scored, const uint32_t *ids, uint32_t n, uint32_t past, uint32_t first)
+{
+    return (struct logits){forward(scored, ids, n, past, first), model_info(scored->model)->n_vocab};
+}
+
+/* One window: position i predicts ids[i + 1]; the last predicts nothing. sums: [n_models]. */
+static void score_window(struct scored *models, struct scored *base, const struct flags *flags, const uint32_t *ids,
+                         struct sums *sums)
+{
+    uint32_t last = flags->context - 1;
+    memset(sums, 0, flags->n_models * sizeof *sums);
     for (uint32_t at = 0, n; at < last; at += n) {
         n = last - at < CHUNK ? last - at : CHUNK;
         uint32_t first = at >= flags->skip ? 0 : flags->skip - at < n ? flags->skip - at : n;
-        const float *logits = forward(model, ids + at, n, at, first);
-        const float *expected = base ? forward(base, ids + at, n, at, first) : NULL;
-        for (uint32_t i = first; i < n; i++) {
-            struct divergence d;
-            divergence_measure(logits + (size_t)(i - first) * n_vocab,
-                               expected ? expected + (size_t)(i - first) * base_vocab : NULL, n_common, ids[at + i + 1], &d);
-            sums.tokens++;
-            sums.nll += d.nll;
-            sums.base_nll += d.base_nll;
-            sums.kl += d.kl;
-            sums.same_top += d.same_top;
-        }
+        struct logits expected = base ? logits_of(base, ids + at, n, at, first) : (struct logits){0};
+        for (uint32_t m = 0; m < flags->n_models; m++)
+            add_rows(&sums[m], logits_of(&models[m], ids + at, n, at, first), expected, ids + at + first + 1, n - first);
     }
-    return sums;
+}
+
+static void print_line(const struct flags *flags, uint32_t model, uint32_t window, const struct sums *s)
+{
+    printf("{");
+    if (flags->n_models > 1)
+        printf("\"model\": %u, ", model);
+    printf("\"window\": %u, \"tokens\": %u, \"nll\": %.9g", window, s->tokens, s->nll);
+    if (flags->base)
+        printf(", \"base_nll\": %.9g, \"kl\": %.9g, \"same_top\": %u", s->base_nll, s->kl, s->same_top);
+    printf("}\n");
 }
 
 static uint32_t number(const char *flag, const char *text, uint32_t least, uint32_t most)
@@ -153,8 +182,9 @@ static uint32_t number(const char *flag, const char *text, uint32_t least, uint3
     return (uint32_t)n;
 }
 
-static const char help[] = "kvgate-score --model FILE [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] "
-                           "[--from 0] [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]";
+static const char help[] =
+    "kvgate-score --model FILE [--model FILE ...] [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] "
+    "[--from 0] [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]";
 
 static void read_flags(struct flags *flags, int argc, char **argv)
 {
@@ -163,7 +193,6 @@ static void read_flags(struct flags *flags, int argc, char **argv)
         const char **text;
         uint32_t *count, least, most;
     } known[] = {
-        {"--model", &flags->model},
         {"--base", &flags->base},
         {"--text", &flags->text},
         {"--device", &flags->device},
@@ -181,28 +210,35 @@ static void read_flags(struct flags *flags, int argc, char **argv)
             puts(help);
             exit(0);
         }
+        if (strcmp(argv[i], "--model") == 0 && i + 1 < argc) {
+            if (flags->n_models == MOST_MODELS)
+                fail(argv[i + 1], "is one model too many");
+            flags->models[flags->n_models++] = argv[i + 1];
+            continue;
+        }
         while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
             k++;
         if (k == sizeof known / sizeof *known || i + 1 == argc)
-            fail(argv[i], k == sizeof known / sizeof *known ? "is not known" : "needs a value");
+            fail(argv[i],
+                 k == sizeof known / sizeof *known && strcmp(argv[i], "--model") != 0 ? "is not known" : "needs a value");
         if (known[k].text)
             *known[k].text = argv[i + 1];
         else
             *known[k].count = number(argv[i], argv[i + 1], known[k].least, known[k].most);
     }
-    if (!flags->model || !flags->text)
+    if (!flags->n_models || !flags->text)
         fail("usage", help);
     if (flags->skip + 2 > flags->context)
         fail("--skip", "leaves nothing of --context to score");
 }
 
 /* The same ids must mean the same texts, or a divergence is that of two alphabets. */
-static void check_vocabulary(const struct flags *flags, const struct kvg_tokenizer *tokenizer)
+static void check_vocabulary(const char *path, const struct kvg_tokenizer *tokenizer)
 {
     struct kvg_prompt_model *base;
     struct kvg_error err;
-    if (kvg_prompt_model_open(&base, flags->base, 0, &err) != 0)
-        fail(flags->base, err.message);
+    if (kvg_prompt_model_open(&base, path, 0, &err) != 0)
+        fail(path, err.message);
     const struct kvg_tokenizer *other = kvg_prompt_model_tokenizer(base);
     uint32_t n = kvg_tokenizer_info(tokenizer)->n_vocab, m = kvg_tokenizer_info(other)->n_vocab;
     for (uint32_t id = 0; id < (n < m ? n : m); id++) {
@@ -211,7 +247,7 @@ static void check_vocabulary(const struct flags *flags, const struct kvg_tokeniz
         if (a.len == b.len && memcmp(a.bytes, b.bytes, a.len) == 0)
             continue;
         snprintf(why, sizeof why, "token %u is another one than in --model: not the same vocabulary", id);
-        fail(flags->base, why);
+        fail(path, why);
     }
     kvg_prompt_model_close(base);
 }
@@ -219,19 +255,22 @@ static void check_vocabulary(const struct flags *flags, const struct kvg_tokeniz
 int main(int argc, char **argv)
 {
     struct flags flags = {.device = "cpu", .isa = "auto", .arithmetic = "auto", .context = 512, .skip = 64, .tokens = 100000};
-    struct scored model = {0}, base = {0};
+    struct scored models[MOST_MODELS] = {0}, base = {0};
+    struct sums sums[MOST_MODELS];
     struct kvg_prompt_model *prompt;
     struct kvg_arena arena;
     struct kvg_error err;
 
     read_flags(&flags, argc, argv);
     log_set_level(LOG_WARN);
-    if (kvg_prompt_model_open(&prompt, flags.model, 0, &err) != 0)
-        fail(flags.model, err.message);
+    if (kvg_prompt_model_open(&prompt, flags.models[0], 0, &err) != 0)
+        fail(flags.models[0], err.message);
     const struct kvg_tokenizer *tokenizer = kvg_prompt_model_tokenizer(prompt);
     const struct kvg_vocab_info *vocab = kvg_tokenizer_info(tokenizer);
     if (flags.base)
-        check_vocabulary(&flags, tokenizer);
+        check_vocabulary(flags.base, tokenizer);
+    for (uint32_t m = 1; m < flags.n_models; m++)
+        check_vocabulary(flags.models[m], tokenizer);
     kvg_arena_init(&arena, 0);
     struct kvg_ids ids = tokenize(&flags, tokenizer, &arena);
     uint32_t bos = vocab->add_bos && vocab->bos != KVG_NO_TOKEN, step = flags.context - bos;
@@ -240,7 +279,8 @@ int main(int argc, char **argv)
     windows = windows < wanted ? windows : wanted;
     if (windows == 0)
         fail(flags.text, "has fewer tokens than --context");
-    open_model(&model, &flags, flags.model);
+    for (uint32_t m = 0; m < flags.n_models; m++)
+        open_model(&models[m], &flags, flags.models[m]);
     if (flags.base)
         open_model(&base, &flags, flags.base);
     uint32_t *window = malloc(flags.context * sizeof *window);
@@ -252,16 +292,15 @@ int main(int argc, char **argv)
     for (uint32_t w = flags.from; w < windows; w++) {
         window[0] = vocab->bos;
         memcpy(window + bos, ids.ids + (size_t)w * step, step * sizeof *window);
-        struct sums s = score_window(&model, flags.base ? &base : NULL, &flags, window);
-        printf("{\"window\": %u, \"tokens\": %u, \"nll\": %.9g", w, s.tokens, s.nll);
-        if (flags.base)
-            printf(", \"base_nll\": %.9g, \"kl\": %.9g, \"same_top\": %u", s.base_nll, s.kl, s.same_top);
-        printf("}\n");
+        score_window(models, flags.base ? &base : NULL, &flags, window, sums);
+        for (uint32_t m = 0; m < flags.n_models; m++)
+            print_line(&flags, m, w, &sums[m]);
         fflush(stdout);
     }
     free(window);
     kvg_arena_free(&arena);
-    close_model(&model);
+    for (uint32_t m = 0; m < flags.n_models; m++)
+        close_model(&models[m]);
     if (flags.base)
         close_model(&base);
     kvg_prompt_model_close(prompt);

@@ -259,6 +259,17 @@ def test_a_disturbed_model_diverges_by_how_much_it_is_disturbed(toys):
     assert abs(kl["base"]) < 1e-9 and 1e-9 < kl["slightly"] < kl["badly"] / 100
 
 
+def test_several_models_share_a_base(toys):
+    flags = ["--base", toys["base"], "--text", toys["text"], "--context", 64, "--skip", 8, "--tokens", 200]
+    names = ["badly", "base", "slightly"]
+    code, lines, err = score(*(word for name in names for word in ("--model", toys[name])), *flags)
+    assert code == 0, err
+    for i, name in enumerate(names):
+        alone = score("--model", toys[name], *flags)[1]
+        assert [{key: value for key, value in line.items() if key != "model"} for line in lines[1:] if line["model"] == i] == alone[1:]
+    assert len(lines) == 1 + 3 * lines[0]["windows"]
+
+
 def test_windows_can_be_had_one_by_one(toys):
     flags = ["--model", toys["base"], "--text", toys["text"], "--context", 64, "--skip", 8, "--tokens", 300]
     whole, rest = score(*flags)[1], score(*flags, "--from", 3)[1]
