@@ -1,16 +1,18 @@
 /* Products alone: GOP/s (2 per multiplication) of the CPU backend by shape, rows, instruction set and arithmetic, taking turns.
  *
- *   bench_kernels [FORMAT] [isa,isa,...] [threads] [tries] [rows,rows,...]
+ *   bench_kernels [FORMAT] [isa,isa,...] [threads] [tries] [rows,rows,...] [megabytes]
  *
- * Weights rotate through enough matrices that none stays in L2; one row's GOP/s are the rate at which weights are read.
+ * FORMAT: a GGUF type, or W8A8, W4A16. Weights rotate through matrices of so many megabytes (48: none stays in L2; 400: a last
+ * level cache is of no use either); one row's GB/s are the rate at which they are read.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include "gpu-worker/backend/backend.h"
+#include "gpu-worker/quant/grouped.h"
 
-enum { WEIGHT_BYTES = 48 << 20, MOST_ROWS = 512, MATRICES = 256 };
+enum { MOST_ROWS = 512, MATRICES = 256, GROUP = 128 };
 static const char *const arithmetics[] = {"int8", "int16"};
 enum { MOST_SUBJECTS = 6, MOST_COUNTS = 32, MOST_TRIES = 64 };
 static const struct {
@@ -48,9 +50,11 @@ struct subject {
     const char *arithmetic;
 };
 struct plan {
-    const struct quant_format *format;
+    const struct quant_format *format; /* NULL: grouped */
+    enum grouped_kind kind;
+    const char *name;
     char isas[64];
-    uint32_t threads, counts[MOST_COUNTS], n_counts;
+    uint32_t threads, counts[MOST_COUNTS], n_counts, megabytes;
     int tries;
 };
 
@@ -60,18 +64,39 @@ static void die(const char *what, const struct kvg_error *err)
     exit(1);
 }
 
-static void open_subject(struct subject *s, const struct quant_format *format, uint32_t rows, uint32_t cols, const char *isa,
-                         const char *arithmetic, uint32_t threads)
+static void random_rows(const void *context, uint32_t first, uint32_t n, const struct grouped_rows *out)
 {
-    struct backend_options options = {isa, threads, MOST_ROWS, 1, 1, arithmetic};
+    const struct quant_grouped *matrix = context;
+    uint32_t groups = matrix->cols / matrix->group, codes = matrix->kind == GROUPED_W8A8 ? 256 : 16;
+    for (size_t i = 0; i < (size_t)n * matrix->cols; i++)
+        out->q[i] = (uint8_t)((first + i) * 2654435761u >> 13) % codes;
+    for (size_t i = 0; i < (size_t)n * groups; i++)
+        out->scale[i] = 0x1p-8f * (float)(1 + i % 7);
+}
+
+static size_t matrix_bytes(const struct plan *plan, uint32_t rows, uint32_t cols)
+{
+    return plan->format ? rows * quant_row_bytes(plan->format, cols)
+                        : grouped_bytes(plan->kind, cols, GROUP, false, (uint64_t)rows * cols);
+}
+
+static void open_subject(struct subject *s, const struct plan *plan, uint32_t rows, uint32_t cols, const char *isa,
+                         const char *arithmetic)
+{
+    struct backend_options options = {isa, plan->threads, MOST_ROWS, 1, 1, arithmetic};
     struct kvg_error err;
-    size_t bytes = rows * quant_row_bytes(format, cols);
-    uint8_t *data = random_weights(format, bytes);
+    struct quant_grouped grouped = {
+        .kind = plan->kind, .rows = rows, .cols = cols, .group = plan->kind == GROUPED_W8A8 ? cols : GROUP};
+    size_t bytes = matrix_bytes(plan, rows, cols);
+    uint8_t *data = plan->format ? random_weights(plan->format, bytes) : malloc(1);
+    grouped.context = &grouped;
+    grouped.read = random_rows;
     if (!data || cpu_backend_open(&s->backend, &options, &err) != 0)
         die("open", &err);
-    struct backend_weight weight = {format, data, rows, cols};
+    struct backend_weight weight = {
+        .format = plan->format, .data = data, .rows = rows, .cols = cols, .grouped = plan->format ? NULL : &grouped};
     s->next = 0;
-    s->n_weights = (uint32_t)(WEIGHT_BYTES / bytes + 1);
+    s->n_weights = (uint32_t)(((size_t)plan->megabytes << 20) / bytes + 1);
     s->n_weights = s->n_weights > MATRICES ? MATRICES : s->n_weights;
     for (uint32_t i = 0; i < s->n_weights; i++)
         if (s->backend->ops->weight(s->backend, &s->weights[i], &weight, WEIGHT_MATMUL, &err) != 0)
@@ -110,11 +135,11 @@ static int ascending(const void *a, const void *b)
 static int open_subjects(struct subject *subjects, const struct plan *plan, uint32_t rows, uint32_t cols)
 {
     char isas[sizeof plan->isas], *rest = NULL;
-    int n = 0, n_arithmetics = plan->format->bits == 4 ? 2 : 1;
+    int n = 0, n_arithmetics = plan->format && plan->format->bits == 4 ? 2 : 1;
     memcpy(isas, plan->isas, sizeof isas);
     for (char *isa = strtok_r(isas, ",", &rest); isa; isa = strtok_r(NULL, ",", &rest))
         for (int a = 0; a < n_arithmetics && n < MOST_SUBJECTS; a++, n++) {
-            open_subject(&subjects[n], plan->format, rows, cols, isa, arithmetics[a], plan->threads);
+            open_subject(&subjects[n], plan, rows, cols, isa, arithmetics[a]);
             snprintf(subjects[n].isa, sizeof subjects[n].isa, "%s", isa);
             subjects[n].arithmetic = arithmetics[a];
         }
@@ -131,10 +156,12 @@ static void bench_shape(const struct plan *plan, uint32_t cols, uint32_t rows)
         for (int i = 0; i < tries; i++)
             for (int j = 0; j < n; j++)
                 times[j][i] = time_rows(&subjects[j], count);
-        printf("%s %5u x %5u, %3u rows:", plan->format->name, cols, rows, count);
+        printf("%s %5u x %5u, %3u rows:", plan->name, cols, rows, count);
         for (int j = 0; j < n; j++) {
             qsort(times[j], (size_t)tries, sizeof **times, ascending);
-            printf("  %s %s %7.1f", subjects[j].isa, subjects[j].arithmetic, 2e-9 * count * rows * cols / times[j][tries / 2]);
+            double time = times[j][tries / 2];
+            printf("  %s %s %7.1f GOP/s %6.2f GB/s", subjects[j].isa, plan->format ? subjects[j].arithmetic : "",
+                   2e-9 * count * rows * cols / time, 1e-9 * (double)matrix_bytes(plan, rows, cols) / time);
         }
         printf("\n");
     }
@@ -155,19 +182,26 @@ static bool read_counts(struct plan *plan, const char *text)
 
 int main(int argc, char **argv)
 {
-    struct plan plan = {.tries = argc > 4 ? atoi(argv[4]) : 9, .threads = argc > 3 ? (uint32_t)atoi(argv[3]) : 0};
-    const char *name = argc > 1 ? argv[1] : "Q4_1";
+    struct plan plan = {.name = argc > 1 ? argv[1] : "Q4_1",
+                        .tries = argc > 4 ? atoi(argv[4]) : 9,
+                        .threads = argc > 3 ? (uint32_t)atoi(argv[3]) : 0,
+                        .megabytes = argc > 6 ? (uint32_t)atoi(argv[6]) : 48};
+    bool grouped = false;
     snprintf(plan.isas, sizeof plan.isas, "%s", argc > 2 ? argv[2] : "auto");
     for (size_t i = 0; quant_at(i); i++)
-        if (strcmp(quant_at(i)->name, name) == 0)
+        if (strcmp(quant_at(i)->name, plan.name) == 0)
             plan.format = quant_at(i);
-    if (!plan.format || plan.tries < 1 || plan.tries > MOST_TRIES ||
+    for (int kind = 0; kind < GROUPED_KINDS && !grouped; kind++)
+        if ((grouped = strcmp(grouped_name((enum grouped_kind)kind), plan.name) == 0))
+            plan.kind = (enum grouped_kind)kind;
+    if ((!plan.format && !grouped) || plan.megabytes < 1 || plan.megabytes > 4096 || plan.tries < 1 || plan.tries > MOST_TRIES ||
         !read_counts(&plan, argc > 5 ? argv[5] : "1,2,4,8,16,32,128,512")) {
-        fprintf(stderr, "usage: bench_kernels [FORMAT] [isa,...] [threads] [tries, to 64] [rows,... to 512]\n");
+        fprintf(stderr,
+                "usage: bench_kernels [FORMAT] [isa,...] [threads] [tries, to 64] [rows,... to 512] [megabytes, to 4096]\n");
         return 2;
     }
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        if (quant_row_bytes(plan.format, shapes[i].cols))
+        if (plan.format ? quant_row_bytes(plan.format, shapes[i].cols) != 0 : shapes[i].cols % GROUP == 0)
             bench_shape(&plan, shapes[i].cols, shapes[i].rows);
     return 0;
 }

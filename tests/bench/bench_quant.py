@@ -8,11 +8,14 @@ Rows go into build/bench-quant.json one form after the other, so that the whole 
 
     FORMS=w8a8 WHAT=speed make bench-quant
 
-Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 w8a8-head int4 gptq awq; the first three), WHAT (of: bytes speed kl
-task; all), RUNS (3), STEPS (15: decode steps of a run), THREADS (2), KL_TOKENS (4096; 100000 for a verdict), ITEMS (100: of the arithmetic
-task), TEXT (of KL and calibration: shakespeare). w8a8-head: lm_head in INT8 too (of a base whose output matrix is not tied). int4: rounded;
-gptq and awq: calibrated.
+Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 w8a8-head int4 gptq awq
+int4-head gptq-head; w8a8 int4 gptq awq gptq-head), WHAT (of: bytes speed
+kl task; all), RUNS (3), STEPS (15: decode steps of a run), THREADS (2), KL_TOKENS (4096; 100000 for a verdict), TEXT (of KL: judged_text below),
+CALIBRATION_TOKENS (8192), TASKS (of kvgate-eval, or files; arithmetic humaneval), ITEMS (100, of each task). *-head: lm_head in INT8 (of a base whose
+output matrix is not tied). int4: rounded; gptq and awq: calibrated, by other text than KL is taken over. At the end the table of all that is in the file.
 """
+import glob
+import itertools
 import json
 import os
 import shutil
@@ -20,23 +23,63 @@ import statistics
 import struct
 import subprocess
 import sys
+import sysconfig
 
 import table
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "gpu-worker", "tools", "eval"))
+import stats  # noqa: E402
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 BUILD = os.path.join(ROOT, os.environ.get("B", "build"))
 FILE = os.environ.get("BENCH_FILE") or os.path.join(ROOT, "build", "bench-quant.json")
 MODEL = os.environ.get("MODEL") or os.path.join(ROOT, "build", "models", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf")
-TEXT = os.environ.get("TEXT") or os.path.join(ROOT, "build", "models", "shakespeare.txt")
+SHAKESPEARE = os.path.join(ROOT, "build", "models", "shakespeare.txt")
 THREADS = os.environ.get("THREADS", "2")
+CALIBRATION_TOKENS = os.environ.get("CALIBRATION_TOKENS", "8192")
 READ_MB = os.environ.get("READ_MB", "400")  # how much is read again and again to measure the bandwidth: about what a step reads
 WHAT = ("bytes", "speed", "kl", "task")
+CALIBRATED = "CALIBRATED"  # becomes --calibration and its text
 # flags of kvgate-quantize, which base, and the aims: share of BF16's bytes of quantized linears
 FORMS = {"w8a8": (["--format", "w8a8"], "bf16", 0.51), "w8a8-head": (["--format", "w8a8", "--lm-head"], "bf16-untied", 0.51),
-         "int4": (["--format", "gptq-int4"], "bf16", 0.27), "gptq": (["--format", "gptq-int4", "--calibration", TEXT], "bf16", 0.27),
-         "awq": (["--format", "awq-int4", "--calibration", TEXT], "bf16", 0.27)}
+         "int4": (["--format", "gptq-int4"], "bf16", 0.27), "gptq": (["--format", "gptq-int4", CALIBRATED], "bf16", 0.27),
+         "awq": (["--format", "awq-int4", CALIBRATED], "bf16", 0.27),
+         "int4-head": (["--format", "gptq-int4", "--lm-head"], "bf16-untied", 0.27),
+         "gptq-head": (["--format", "gptq-int4", "--lm-head", CALIBRATED], "bf16-untied", 0.27)}
 LABELS = {"bf16": "BF16", "bf16-untied": "BF16, output matrix apart", "w8a8": "W8A8", "w8a8-head": "W8A8 --lm-head", "int4": "INT4, rounded", "gptq": "INT4, GPTQ",
-          "awq": "INT4, AWQ"}
+          "awq": "INT4, AWQ", "int4-head": "INT4, rounded --lm-head", "gptq-head": "INT4, GPTQ --lm-head"}
+
+
+# ---- texts ----
+
+
+def pieces(paths, size=3000):
+    """The files' texts, one after the other, in pieces."""
+    for path in paths:
+        with open(path, encoding="utf-8", errors="ignore") as f:
+            text = f.read()
+        yield from (text[i:i + size] for i in range(0, len(text), size))
+
+
+def prose(first, end):
+    with open(SHAKESPEARE, encoding="utf-8") as f:
+        text = f.read()
+    yield from (text[i:i + 3000] for i in range(int(len(text) * first), int(len(text) * end), 3000))
+
+
+def judged_text(path):
+    """What KL is taken over: Python's standard library and the second half of Shakespeare, taking turns."""
+    code = pieces(sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py"))))
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(a + b for a, b in itertools.islice(zip(code, prose(0.5, 1)), 150))
+
+
+def calibration_text(path):
+    """What weights are rounded by: this project's C and the first half of Shakespeare, taking turns."""
+    code = pieces(sorted(glob.glob(os.path.join(ROOT, "libprompt", "*.c"))))
+    with open(path, "w", encoding="utf-8") as f:
+        for a, b in itertools.islice(zip(code, prose(0, 0.5)), 150):
+            f.write(json.dumps({"text": a}) + "\n" + json.dumps({"text": b}) + "\n")
 
 
 # ---- folders ----
@@ -68,10 +111,10 @@ def untie(source, folder):
 
 
 def fresh(folder, make):
-    """The folder, made where it is not there whole."""
+    """The folder or file, made where it is not there whole."""
     if not os.path.exists(folder):
         print(f"  making {os.path.relpath(folder, ROOT)}", file=sys.stderr, flush=True)
-        part = folder + ".part"
+        part = folder + ".part" + os.path.splitext(folder)[1]
         shutil.rmtree(part, ignore_errors=True)
         make(part)
         os.rename(part, folder)
@@ -93,10 +136,17 @@ class Forms:
         convert = [sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), self.model]
         return fresh(os.path.join(self.folder, kind), lambda out: subprocess.run([*convert, out, "--tokenizer"], check=True, stdout=subprocess.DEVNULL))
 
+    def calibration(self):
+        return fresh(os.path.join(self.folder, "calibration.jsonl"), calibration_text)
+
+    def text(self):
+        return os.environ.get("TEXT") or fresh(os.path.join(self.folder, "judged.txt"), judged_text)
+
     def path(self, form):
         if form not in FORMS:
             return self.base(form)
         flags, base, _ = FORMS[form]
+        flags = [f for flag in flags for f in (["--calibration", self.calibration(), "--tokens", CALIBRATION_TOKENS] if flag == CALIBRATED else [flag])]
         make = [os.path.join(BUILD, "kvgate-quantize"), self.base(base)]
         return fresh(os.path.join(self.folder, form), lambda out: subprocess.run([*make, out, *flags], check=True, stdout=subprocess.DEVNULL))
 
@@ -114,18 +164,18 @@ def bandwidth(megabytes):
     return json.loads(done.stdout)["read"][megabytes] * 1e9
 
 
-def divergence(path, base, tokens):
-    """Mean KL in nats and the share of equal first choices over the windows of the text."""
-    done = subprocess.run([os.path.join(BUILD, "kvgate-score"), "--model", path, "--base", base, "--text", TEXT, "--tokens", str(tokens), "--threads", THREADS],
+def divergences(paths, base, text, tokens):
+    """For each folder what kvgate-eval says of its windows: KL with its interval, the share of equal first choices. The base runs once for all."""
+    models = [word for path in paths for word in ("--model", path)]
+    done = subprocess.run([os.path.join(BUILD, "kvgate-score"), *models, "--base", base, "--text", text, "--tokens", str(tokens), "--threads", THREADS],
                           capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()][1:]
-    total = sum(line["tokens"] for line in lines)
-    return sum(line["kl"] for line in lines) / total, sum(line["same_top"] for line in lines) / total, total
+    return [stats.compare_windows([line for line in lines if line.get("model", 0) == i]) for i in range(len(paths))]
 
 
-def task(path, base, out, items):
-    """Shares of right answers of the arithmetic task: form, base."""
-    done = subprocess.run([os.path.join(BUILD, "kvgate-eval"), "--model", path, "--base", base, "--task", "arithmetic", "--items", str(items), "--out", out,
+def task(name, path, base, out, items):
+    """The report of kvgate-eval on a task: arithmetic, humaneval or a file."""
+    done = subprocess.run([os.path.join(BUILD, "kvgate-eval"), "--model", path, "--base", base, "--task", name, "--items", str(items), "--out", out,
                            "--threads", THREADS], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"kvgate-eval: {done.stderr.strip()[-300:]}")
@@ -133,9 +183,38 @@ def task(path, base, out, items):
         return json.load(f)
 
 
+def task_label(name):
+    return os.path.basename(name).removesuffix(".jsonl")
+
+
+def loss_text(row):
+    return f"{row['loss']:+.1f} [{row['loss_low']:+.1f}, {row['loss_high']:+.1f}]: {row['verdict']}"
+
+
+def summary(rows, label):
+    """One line for each form, of all rows of this model that were ever measured into the file."""
+    found = {r["row"]: r for r in rows if r["row"].startswith(label + " ")}
+    lines = [["", "linears", "whole", "decode x1 (of its bytes' bound)", "x16", "prompt of 512", "16 of 32", "KL, nat [95 %]", "same first", "task: % lost [95 %]"]]
+    lines.append(["---"] * len(lines[0]))
+    for form in LABELS.values():
+        of = lambda what, form=form: found.get(f"{label} {form}: {what}")  # noqa: E731
+        value = lambda what, unit="", of=of: "" if of(what) is None else table.number(of(what)["value"]) + unit  # noqa: E731
+        if not any(name.startswith(f"{label} {form}: ") for name in found):
+            continue
+        starting = lambda what, form=form: [r for name, r in found.items() if name.startswith(f"{label} {form}: {what}")]  # noqa: E731
+        decode, kl = of("decode, batch 1"), starting("KL to BF16")
+        lines.append([form, value("quantized linears, of BF16", " %"), value("whole model, of BF16", " %"),
+                      "" if decode is None else f"{table.number(decode['value'])} ({decode['share']:.2f})", value("decode, batch 16"),
+                      value("prefill, one of 512"), value("prefill, 16 of 32"),
+                      "; ".join(f"{r['value']:.4f} [{r['kl_low']:.4f}, {r['kl_high']:.4f}]" for r in kl),
+                      "; ".join(f"{r['value']:.1f} %" for r in starting("same first choice")),
+                      "; ".join(f"{r['task']}, {r['items']}: {loss_text(r)}" for r in found.values() if r["row"].startswith(f"{label} {form}: ") and "loss" in r)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 class Bench:
-    def __init__(self, forms, names, runs, steps):
-        self.forms, self.names, self.runs, self.steps, self.rows = forms, names, runs, steps, []
+    def __init__(self, forms, names, runs, steps, tasks):
+        self.forms, self.names, self.runs, self.steps, self.tasks, self.rows = forms, names, runs, steps, tasks, []
         self.bases = list(dict.fromkeys(["bf16"] + [FORMS[n][1] for n in names]))
 
     def add(self, form, what, unit, values, **more):
@@ -159,7 +238,7 @@ class Bench:
         for form in self.bases + self.names:
             own, base = results[form][0], results[FORMS[form][1] if form in FORMS else form][0]
             aim = FORMS[form][2] if form in FORMS else 1
-            linears = lambda r, head=form.endswith("-head"): r["layers"] + (r["output"] if head else 0)  # noqa: E731
+            linears = lambda r, head=form == "w8a8-head": r["layers"] + (r["output"] if head else 0)  # noqa: E731
             share = linears(own) / linears(base)
             self.add(form, "quantized linears, of BF16", "%", [100 * share], aim=None if aim == 1 else (f"<= {100 * aim:g} %", lambda r, a=aim: r["value"] <= 100 * a))
             self.add(form, "whole model, of BF16", "%", [100 * own["weights"] / base["weights"]])
@@ -184,23 +263,38 @@ class Bench:
                 self.rows.append(table.row(f"{self.forms.label}: read bandwidth", "GB/s", [rate / 1e9]))
                 self.speed_rows(results, rate)
             self.flush()
-        for form in self.names if "kl" in what else []:
-            kl, same, total = divergence(self.forms.path(form), self.forms.path(FORMS[form][1]), tokens)
-            self.add(form, f"KL to BF16, {total} tokens", "nat", [kl], high=False)
-            self.add(form, f"same first choice, {total} tokens", "%", [100 * same])
-            self.flush()
-        for form in self.names if "task" in what else []:
-            report = task(self.forms.path(form), self.forms.path(FORMS[form][1]), os.path.join(self.forms.folder, f"eval-{form}"), items)
-            self.add(form, f"arithmetic, {items} items: right", "%", [100 * report["runs"]["model"]["score"]], peer="BF16", peer_values=[100 * report["runs"]["base"]["score"]])
-            print(f"  {LABELS[form]}: {report['comparison']['verdict']}", flush=True)
-            self.flush()
+        if "kl" in what:
+            self.kl_rows(tokens)
+        for name in self.tasks if "task" in what else []:
+            for form in self.names:
+                self.task_row(name, form, items)
+        print(summary(table.merge(FILE, []), self.forms.label), flush=True)
+
+    def kl_rows(self, tokens):
+        """The bases differ in where they keep the output matrix, not in what it is."""
+        found = divergences([self.forms.path(n) for n in self.names], self.forms.path("bf16"), self.forms.text(), tokens)
+        for form, d in zip(self.names, found):
+            self.add(form, f"KL to BF16, {d['tokens']} tokens", "nat", [d["kl"]], high=False)
+            self.rows[-1].update(kl_low=d["kl_low"], kl_high=d["kl_high"], perplexity=d["perplexity"], base_perplexity=d["base_perplexity"])
+            self.add(form, f"same first choice, {d['tokens']} tokens", "%", [100 * d["same_top"]])
+        self.flush()
+
+    def task_row(self, name, form, items):
+        label = task_label(name)
+        report = task(name, self.forms.path(form), self.forms.path(FORMS[form][1]), os.path.join(self.forms.folder, f"eval-{label}-{form}"), items)
+        found = report["comparison"]
+        self.add(form, f"{label}, {found['items']} items: right", "%", [100 * found["model"]], peer="BF16", peer_values=[100 * found["base"]])
+        self.rows[-1].update(task=label, items=found["items"], loss=100 * found["loss"], loss_low=100 * found["low"], loss_high=100 * found["high"],
+                             verdict=found["verdict"])
+        print(f"  {LABELS[form]}, {label}: {loss_text(self.rows[-1])}", flush=True)
+        self.flush()
 
 
 def main():
     table.arguments(__doc__)
     number = lambda name, default: int(os.environ.get(name, default))  # noqa: E731
-    names = table.listed("FORMS", FORMS, ("w8a8", "w8a8-head", "int4"))
-    bench = Bench(Forms(MODEL), names, number("RUNS", "3"), number("STEPS", "15"))
+    names = table.listed("FORMS", FORMS, ("w8a8", "int4", "gptq", "awq", "gptq-head"))
+    bench = Bench(Forms(MODEL), names, number("RUNS", "3"), number("STEPS", "15"), os.environ.get("TASKS", "arithmetic humaneval").split())
     bench.run(table.listed("WHAT", WHAT, WHAT), number("KL_TOKENS", "4096"), number("ITEMS", "100"))
 
 

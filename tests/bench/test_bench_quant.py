@@ -36,21 +36,22 @@ def rows(tmp_path_factory):
     write_base(path / "toy" / "bf16")
     (path / "text").write_text("".join(hf_folder.CORPUS) * 40, encoding="utf-8")
     env = {**os.environ, "FOLDERS": str(path), "BENCH_FILE": str(path / "rows.json"), "MODEL": "toy.gguf", "TEXT": str(path / "text"), "RUNS": "1", "STEPS": "1",
-           "WHAT": "bytes speed kl", "KL_TOKENS": "400", "READ_MB": "16", "B": os.path.relpath(BUILD, ROOT)}
-    for forms in ("w8a8", "w8a8-head int4"):  # in pieces
+           "WHAT": "bytes speed kl", "TASKS": "", "KL_TOKENS": "400", "READ_MB": "16", "B": os.path.relpath(BUILD, ROOT)}
+    for forms in ("w8a8", "w8a8-head int4 int4-head"):  # in pieces
         done = subprocess.run([sys.executable, os.path.join(ROOT, "tests/bench/bench_quant.py")], env={**env, "FORMS": forms}, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+    assert "| INT4, rounded --lm-head |" in done.stdout and "| W8A8 |" in done.stdout  # the table is of all pieces
     with open(path / "rows.json", encoding="utf-8") as f:
         return {row["row"]: row for row in json.load(f)}
 
 
-@pytest.mark.parametrize("form, most", [("W8A8", 52), ("W8A8 --lm-head", 52), ("INT4, rounded", 27)])
+@pytest.mark.parametrize("form, most", [("W8A8", 52), ("W8A8 --lm-head", 52), ("INT4, rounded", 27), ("INT4, rounded --lm-head", 27)])
 def test_bytes_of_the_linears_keep_to_their_aim(rows, form, most):
     """A narrow matrix pays more for its rows' eight bytes: 256 columns 51.6 %."""
     assert 25 < rows[f"toy {form}: quantized linears, of BF16"]["value"] <= most
 
 
-@pytest.mark.parametrize("form", ["BF16", "W8A8", "W8A8 --lm-head", "INT4, rounded"])
+@pytest.mark.parametrize("form", ["BF16", "W8A8", "W8A8 --lm-head", "INT4, rounded", "INT4, rounded --lm-head"])
 def test_every_form_has_its_rows(rows, form):
     for what in ("whole model, of BF16", "resident memory", "decode, batch 1", "decode, batch 16", "prefill, one of 512", "prefill, 16 of 32"):
         assert rows[f"toy {form}: {what}"]["value"] > 0
