@@ -4,12 +4,20 @@
  * the order of the groups everywhere.
  */
 
+/* Codes stream through once. They are asked for into L2, further ahead than L1 has room for what is under way: asked for into L1,
+ * the same bytes came 7 % slower from memory. Bytes; no multiple of 4096, which would alias. */
+enum { GROUPED_AHEAD = 6208 };
+
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 /* Code sums of a whole group fit; the product of bytes is that of unsigned activations. */
 enum { V_WIDE_SUMS = 1, V_SHIFTED_ROWS = 1 };
 V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+V_INLINE void v_prefetch_l2(const void *p)
+{
+    _mm_prefetch((const char *)p, _MM_HINT_T1);
 }
 V_INLINE i32x16 i32x16_load(const void *p)
 {
@@ -36,6 +44,10 @@ V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return (i32x16){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
                     _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
+}
+V_INLINE void v_prefetch_l2(const void *p)
+{
+    _mm_prefetch((const char *)p, _MM_HINT_T1);
 }
 V_INLINE i32x16 i32x16_load(const void *p)
 {
@@ -64,6 +76,10 @@ enum { V_WIDE_SUMS = 1, V_SHIFTED_ROWS = 1 };
 V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return I32_LANES(p[i]);
+}
+V_INLINE void v_prefetch_l2(const void *p)
+{
+    (void)p;
 }
 V_INLINE i32x16 i32x16_load(const void *p)
 {
@@ -131,8 +147,8 @@ V_INLINE void w8a8_rows(const uint8_t *panel, const struct acts *a, uint32_t til
         for (int g = 0; g < UNIT_LINES; g++) {
             u8x64 line0 = u8x64_load(unit + g * LINE), line1 = u8x64_load(unit + UNIT_HALF + g * LINE);
             int part = n <= 2 ? g % PARTS : 0;
-            v_prefetch(unit + PREFETCH_AHEAD + g * LINE);
-            v_prefetch(unit + PREFETCH_AHEAD + UNIT_HALF + g * LINE);
+            v_prefetch_l2(unit + GROUPED_AHEAD + g * LINE);
+            v_prefetch_l2(unit + GROUPED_AHEAD + UNIT_HALF + g * LINE);
             for (int r = 0; r < n; r++) {
                 sums[r][0][part] = i32x16_dot_rows8(sums[r][0][part], line0, x + r * UNIT_BYTES + 4 * g);
                 sums[r][1][part] = i32x16_dot_rows8(sums[r][1][part], line1, x + r * UNIT_BYTES + 4 * g);
@@ -161,12 +177,11 @@ V_INLINE void w4a16_sums(const uint8_t *cell, uint32_t blocks, const struct acts
             }
     for (uint32_t b = 0; b < blocks; b++, cell += 8 * LINE) {
         size_t at = plane + b / 2 * height * INT16_UNIT + b % 2 * QUANT_GROUP;
-        for (uint32_t i = 0; h == 0 && i < 8; i++)
-            v_prefetch(cell + PREFETCH_AHEAD + i * LINE);
         V_UNROLL
         for (int g = 0; g < 4; g++)
             for (uint32_t i = 0; i < halves; i++) {
                 u8x64 line = u8x64_load(cell + (h + i) * 4 * LINE + g * LINE);
+                v_prefetch_l2(cell + GROUPED_AHEAD + (h + i) * 4 * LINE + g * LINE);
                 for (int r = 0; r < n; r++) {
                     sums[r][i][0] = code_sums_add(sums[r][i][0], line, a->high_plane + at + r * INT16_UNIT + 4 * g);
                     sums[r][i][1] = code_sums_add(sums[r][i][1], line, a->low_plane + at + r * INT16_UNIT + 4 * g);

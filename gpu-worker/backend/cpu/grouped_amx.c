@@ -17,11 +17,12 @@
 #include "gpu-worker/backend/cpu/v16.h"
 
 enum {
-    BLOCK_ROWS = 512,  /* rows whose sums are kept from stretch to stretch */
-    STRETCH = 16,      /* units: 32 KiB */
-    TILE_SUMS = 256,   /* values of a tile */
-    GROUP_STRETCH = 4, /* groups of 128 columns, or twice as many of 64: 16 KiB of bytes */
-    W8A8_AMX_ROWS = 8, /* fewer are faster on VNNI */
+    BLOCK_ROWS = 512,          /* rows whose sums are kept from stretch to stretch */
+    STRETCH = 16,              /* units: 32 KiB */
+    TILE_SUMS = 256,           /* values of a tile */
+    GROUP_STRETCH = 4,         /* groups of 128 columns, or twice as many of 64: 16 KiB of bytes */
+    ONE_AHEAD = 2 * UNIT_HALF, /* bytes that one tile of rows asks for ahead; twice as many are slower */
+    W8A8_AMX_ROWS = 8,         /* fewer are faster on VNNI */
     W4A16_AMX_ROWS = 8,
 };
 
@@ -79,10 +80,19 @@ V_INLINE const uint8_t *rows_at(const struct tiled *t, uint32_t row, size_t u)
             _tile_dpbf16ps(c, a, b);                                                                                             \
     } while (0)
 
+/* Into L1 what meets further tiles of rows soon; into L2 what streams through for one. */
+V_INLINE void fetch_lines(const uint8_t *ahead, size_t lines, bool one)
+{
+    for (size_t l = 0; l < lines && !one; l++)
+        _mm_prefetch((const char *)ahead + l * LINE, _MM_HINT_T0);
+    for (size_t l = 0; l < 2 * UNIT_LINES && one; l++)
+        _mm_prefetch((const char *)ahead + l * LINE, _MM_HINT_T1);
+}
+
 /* n units from unit u of the panel times the tile at `row`, and with `two` the next one: sums start from `carried` (u = 0: from
- * zero) and go there. ahead: what is asked for meanwhile, `lines` lines a unit. */
+ * zero) and go there. ahead: what is asked for meanwhile, `lines` lines a unit. one: these are all rows. */
 V_INLINE void tiled_units(enum panel_kind kind, bool two, const struct tiled *t, uint32_t row, size_t u, size_t n,
-                          int32_t *carried, const uint8_t *ahead, size_t lines)
+                          int32_t *carried, const uint8_t *ahead, size_t lines, bool one)
 {
     const uint8_t *b = t->units + u * 2 * UNIT_HALF, *a0 = rows_at(t, row, u);
     const uint8_t *a1 = two ? rows_at(t, row + AMX_ROWS, u) : a0;
@@ -102,8 +112,7 @@ V_INLINE void tiled_units(enum panel_kind kind, bool two, const struct tiled *t,
         _tile_zero(3);
     }
     for (size_t i = 0; i < n; i++, b += 2 * UNIT_HALF, a0 += step0, a1 += step1, ahead += lines * LINE) {
-        for (size_t l = 0; l < lines; l++)
-            _mm_prefetch((const char *)ahead + l * LINE, _MM_HINT_T0);
+        fetch_lines(ahead, lines, one);
         _tile_loadd(4, a0, UNIT_BYTES);
         _tile_loadd(6, b, LINE);
         MULTIPLY(kind, 0, 4, 6);
@@ -131,14 +140,15 @@ V_INLINE void tiled_block(enum panel_kind kind, const struct tiled *t, uint32_t 
     bool one = end - first <= AMX_ROWS;
     size_t stretch = one ? t->n_units : STRETCH; /* one tile of rows has no use for L1 */
     for (size_t u = 0; u < t->n_units; u += stretch) {
-        size_t n = t->n_units - u < stretch ? t->n_units - u : stretch, lines = one ? 32 : (32 + pairs - 1) / pairs;
-        const uint8_t *ahead = t->units + (one ? 3 * UNIT_HALF : (u + n) * 2 * UNIT_HALF);
+        size_t n = t->n_units - u < stretch ? t->n_units - u : stretch,
+               lines = one ? 2 * UNIT_LINES : (2 * UNIT_LINES + pairs - 1) / pairs;
+        const uint8_t *ahead = t->units + (one ? ONE_AHEAD : (u + n) * 2 * UNIT_HALF);
         for (uint32_t row = first; row < end; row += 2 * AMX_ROWS) {
             int32_t *sums = carried[(row - first) / AMX_ROWS];
             if (end - row > AMX_ROWS)
-                tiled_units(kind, true, t, row, u, n, sums, ahead, lines);
+                tiled_units(kind, true, t, row, u, n, sums, ahead, lines, false);
             else
-                tiled_units(kind, false, t, row, u, n, sums, ahead, lines);
+                tiled_units(kind, false, t, row, u, n, sums, ahead, lines, one);
             ahead += n * lines * LINE;
             if (u + n < t->n_units)
                 continue;
