@@ -85,6 +85,11 @@ def calibration_text(path):
 # ---- folders ----
 
 
+def has_output(folder):
+    with open(os.path.join(folder, "model.safetensors"), "rb") as f:
+        return "lm_head.weight" in json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+
+
 def untie(source, folder):
     """A copy of a folder with an output matrix of its own, equal to the embedding."""
     os.makedirs(folder, exist_ok=True)
@@ -100,8 +105,7 @@ def untie(source, folder):
         start, embedding = f.tell(), header["model.embed_tokens.weight"]
         size = max(t["data_offsets"][1] for name, t in header.items() if name != "__metadata__")
         begin, end = embedding["data_offsets"]
-        if "lm_head.weight" not in header:
-            header["lm_head.weight"] = {**embedding, "data_offsets": [size, size + end - begin]}
+        header["lm_head.weight"] = {**embedding, "data_offsets": [size, size + end - begin]}
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
         out.write(struct.pack("<Q", len(head)) + head)
@@ -131,6 +135,8 @@ class Forms:
         os.makedirs(self.folder, exist_ok=True)
 
     def base(self, kind):
+        if kind == "bf16-untied" and has_output(self.base("bf16")):
+            return self.base("bf16")
         if kind == "bf16-untied":
             return fresh(os.path.join(self.folder, kind), lambda out: untie(self.base("bf16"), out))
         convert = [sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), self.model]

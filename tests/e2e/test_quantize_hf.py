@@ -151,19 +151,6 @@ def test_lm_head_on_request(folder, tmp_path):
     assert json.load(open(tmp_path / "a" / "config.json"))["quantization_config"]["ignore"] == []
 
 
-def test_lm_head_beside_int4_has_8_bits(folder, tmp_path):
-    assert quantize(folder, tmp_path / "out", "--format", "gptq-int4", "--group", 32, "--lm-head").returncode == 0
-    out, weight = load(tmp_path / "out"), load(folder)["lm_head.weight"][1]
-    rows, cols = weight.shape
-    codes = out["lm_head.qweight"][1].view("u1").reshape(cols // 4, rows, 4).transpose(0, 2, 1).reshape(cols, rows)
-    g_idx, scales = out["lm_head.g_idx"][1], out["lm_head.scales"][1].astype("f4")
-    assert np.all(out["lm_head.qzeros"][1].view("u1") == 127) and out["lm_head.qzeros"][1].shape == (cols // 32, rows // 4)
-    got = (scales[g_idx] * (codes.astype("f4") - 128)).T
-    assert np.all(np.abs(got - weight) <= 0.51 * scales[g_idx].T + 1e-6)
-    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
-    assert about["bits"] == 4 and about["lm_head"] is True and about["dynamic"] == {"+:^lm_head$": {"bits": 8}}
-
-
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory):
     """A folder whose tokenizer is a real one, so that a text calibrates it (480 tokens: lm_head is packed in 8s); a text that does, and another."""
@@ -175,6 +162,19 @@ def spoken(tmp_path_factory):
     (path / "seen.txt").write_text(text[:4000])
     (path / "unseen.txt").write_text(text[4001:])
     return path
+
+
+def test_lm_head_beside_int4_has_8_bits(spoken, tmp_path):
+    assert quantize(spoken / "hf", tmp_path / "out", "--format", "gptq-int4", "--group", 32, "--lm-head").returncode == 0
+    out, weight = load(tmp_path / "out"), load(spoken / "hf")["lm_head.weight"][1]
+    rows, cols = weight.shape
+    codes = out["lm_head.qweight"][1].view("u1").reshape(cols // 4, rows, 4).transpose(0, 2, 1).reshape(cols, rows)
+    g_idx, scales = out["lm_head.g_idx"][1], out["lm_head.scales"][1].astype("f4")
+    assert np.all(out["lm_head.qzeros"][1].view("u1") == 127) and out["lm_head.qzeros"][1].shape == (cols // 32, rows // 4)
+    got = (scales[g_idx] * (codes.astype("f4") - 128)).T
+    assert np.all(np.abs(got - weight) <= 0.51 * scales[g_idx].T + 1e-6)
+    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
+    assert about["bits"] == 4 and about["lm_head"] is True and about["dynamic"] == {"+:^lm_head$": {"bits": 8}}
 
 
 def divergence(model, base, text):
