@@ -135,8 +135,6 @@ class Forms:
         os.makedirs(self.folder, exist_ok=True)
 
     def base(self, kind):
-        if kind == "bf16-untied" and has_output(self.base("bf16")):
-            return self.base("bf16")
         if kind == "bf16-untied":
             return fresh(os.path.join(self.folder, kind), lambda out: untie(self.base("bf16"), out))
         convert = [sys.executable, os.path.join(ROOT, "tests/tools/gguf_to_hf.py"), self.model]
@@ -148,10 +146,15 @@ class Forms:
     def text(self):
         return os.environ.get("TEXT") or fresh(os.path.join(self.folder, "judged.txt"), judged_text)
 
+    def base_of(self, form):
+        """"bf16", or "bf16-untied" where the form needs an output matrix that bf16 has not."""
+        kind = FORMS[form][1] if form in FORMS else form
+        return "bf16" if kind != "bf16" and has_output(self.base("bf16")) else kind
+
     def path(self, form):
         if form not in FORMS:
             return self.base(form)
-        flags, base, _ = FORMS[form]
+        flags, base = FORMS[form][0], self.base_of(form)
         flags = [f for flag in flags for f in (["--calibration", self.calibration(), "--tokens", CALIBRATION_TOKENS] if flag == CALIBRATED else [flag])]
         make = [os.path.join(BUILD, "kvgate-quantize"), self.base(base)]
         return fresh(os.path.join(self.folder, form), lambda out: subprocess.run([*make, out, *flags], check=True, stdout=subprocess.DEVNULL))
@@ -221,7 +224,7 @@ def summary(rows, label):
 class Bench:
     def __init__(self, forms, names, runs, steps, tasks):
         self.forms, self.names, self.runs, self.steps, self.tasks, self.rows = forms, names, runs, steps, tasks, []
-        self.bases = list(dict.fromkeys(["bf16"] + [FORMS[n][1] for n in names]))
+        self.bases = list(dict.fromkeys(["bf16"] + [forms.base_of(n) for n in names]))
 
     def add(self, form, what, unit, values, **more):
         self.rows.append(table.row(f"{self.forms.label} {LABELS[form]}: {what}", unit, values, **more))
@@ -242,7 +245,7 @@ class Bench:
 
     def bytes_rows(self, results):
         for form in self.bases + self.names:
-            own, base = results[form][0], results[FORMS[form][1] if form in FORMS else form][0]
+            own, base = results[form][0], results[self.forms.base_of(form)][0]
             aim = FORMS[form][2] if form in FORMS else 1
             linears = lambda r, head=form == "w8a8-head": r["layers"] + (r["output"] if head else 0)  # noqa: E731
             share = linears(own) / linears(base)
@@ -287,7 +290,7 @@ class Bench:
 
     def task_row(self, name, form, items):
         label = task_label(name)
-        report = task(name, self.forms.path(form), self.forms.path(FORMS[form][1]), os.path.join(self.forms.folder, f"eval-{label}-{form}"), items)
+        report = task(name, self.forms.path(form), self.forms.path(self.forms.base_of(form)), os.path.join(self.forms.folder, f"eval-{label}-{form}"), items)
         found = report["comparison"]
         self.add(form, f"{label}, {found['items']} items: right", "%", [100 * found["model"]], peer="BF16", peer_values=[100 * found["base"]])
         self.rows[-1].update(task=label, items=found["items"], loss=100 * found["loss"], loss_low=100 * found["low"], loss_high=100 * found["high"],
