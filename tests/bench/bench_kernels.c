@@ -135,7 +135,8 @@ static int ascending(const void *a, const void *b)
 static int open_subjects(struct subject *subjects, const struct plan *plan, uint32_t rows, uint32_t cols)
 {
     char isas[sizeof plan->isas], *rest = NULL;
-    int n = 0, n_arithmetics = plan->format && plan->format->bits == 4 ? 2 : 1;
+    const struct quant_format *format = plan->format;
+    int n = 0, n_arithmetics = format && format->bits >= 4 && format->bits <= 6 ? 2 : 1;
     memcpy(isas, plan->isas, sizeof isas);
     for (char *isa = strtok_r(isas, ",", &rest); isa; isa = strtok_r(NULL, ",", &rest))
         for (int a = 0; a < n_arithmetics && n < MOST_SUBJECTS; a++, n++) {

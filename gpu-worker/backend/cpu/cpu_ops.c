@@ -376,7 +376,7 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.rows = n;
     cpu->acts.cols = x->cols;
     cpu->acts.x = x->data;
-    cpu->acts.sums_below = cpu->kernels.int16_sums_below;
+    cpu->acts.sums = n < cpu->kernels.int16_sums_below;
     struct input_job job = {cpu, forms, x, norm, order};
     if (forms & ~ACTS_FLOATS && n >= 2 * ACTS_TILE)
         thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);

@@ -1,5 +1,6 @@
-/* INT16 products (int16.inc.h) of more than a few rows on AMX. Weights w = 256 high + low (high signed, low unsigned) are
- * unpacked into two planes of tiles, and the sum of a tile of 16 rows x 16 outputs is that of four byte products, kept as three:
+/* INT16 products (int16.inc.h) of more than 16 rows on AMX; int16_words_amx.c has those of fewer. Weights w = 256 high + low
+ * (high signed, low unsigned) are unpacked into two planes of tiles, and the sum of a tile of 16 rows x 16 outputs is that of
+ * four byte products, kept as three:
  *
  *   top += a_high w_high        middle += a_high w_low + a_low w_high        bottom += a_low w_low        (S = 2^16, 2^8, 1 of
  * them)
@@ -8,8 +9,8 @@
  *   for each tile of rows:  8 TDPs a unit of both halves, while the vector units finish the tile before
  */
 #include "gpu-worker/backend/cpu/amx.h"
+#include "gpu-worker/backend/cpu/int16.h"
 #include "gpu-worker/backend/cpu/kernels.h"
-#include "gpu-worker/backend/cpu/v16.h"
 
 /* Tiles 0..2 and 3..5: the sums of the two halves; 6: activations; 7: weights. */
 static void int16_begin(uint32_t rows)
@@ -26,11 +27,11 @@ static void int16_begin(uint32_t rows)
 }
 
 enum {
+    LEAST_ROWS = 3,    /* fewer are faster on VNNI */
     BLOCK_ROWS = 512,  /* rows whose sums are kept from stretch to stretch */
     STRETCH = 9,       /* most units: 36 KiB of planes */
     SHORT_STRETCH = 5, /* where few rows share them */
     FEW_ROWS = 32,
-    RING = 4, /* units, where one tile of rows is all there is */
     TILE_BYTES = 1024,
     SUMS = 3 * 256,
 };
@@ -89,36 +90,42 @@ V_INLINE void split_line(__m512i even, __m512i odd, __m512i s, __m512i c, uint8_
     _mm512_store_si512(low, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
 }
 
-V_INLINE void unpack_half(bool minimum, const uint8_t *cell, uint32_t h, uint8_t *high)
+V_INLINE void unpack_half(uint32_t bits, enum quant_scales scales, const uint8_t *cell, const uint8_t *super, uint32_t h,
+                          uint8_t *to)
 {
-    const uint8_t *codes = cell + (minimum ? 2 * LINE : LINE) + h * panel_half_bytes(4);
-    __m512i nibble = _mm512_set1_epi16(15), s = i32x16_pairs(cell + 32 * h);
-    __m512i c = minimum ? i32x16_pairs(cell + LINE + 32 * h) : i32x16_pairs_times(s, -8);
+    const uint8_t *codes = cell + panel_head_bytes(scales) + h * panel_half_bytes(bits);
+    struct int16_scales w = int16_scales(bits, scales, cell, super, h);
+    __m512i nibble = _mm512_set1_epi16(15), byte = _mm512_set1_epi16(255);
     V_UNROLL
-    for (int g = 0; g < 4; g++) {
-        __m512i x = _mm512_load_si512(codes + g * LINE);
-        uint8_t *to = high + g * LINE;
-        split_line(_mm512_and_si512(x, nibble), _mm512_and_si512(_mm512_srli_epi16(x, 8), nibble), s, c, to, to + TILE_BYTES);
-        to += 4 * LINE;
-        split_line(_mm512_and_si512(_mm512_srli_epi16(x, 4), nibble), _mm512_srli_epi16(x, 12), s, c, to, to + TILE_BYTES);
+    for (int g = 0; g < 8; g++, to += LINE) {
+        __m512i s = w.s[g / 4], c = w.c[g / 4], x = _mm512_load_si512(codes + g % 4 * LINE);
+        if (bits > 4)
+            x = cell_line(codes, bits, g);
+        if (bits > 4)
+            split_line(_mm512_and_si512(x, byte), _mm512_srli_epi16(x, 8), s, c, to, to + TILE_BYTES);
+        else if (g < 4)
+            split_line(_mm512_and_si512(x, nibble), _mm512_and_si512(_mm512_srli_epi16(x, 8), nibble), s, c, to, to + TILE_BYTES);
+        else
+            split_line(_mm512_and_si512(_mm512_srli_epi16(x, 4), nibble), _mm512_srli_epi16(x, 12), s, c, to, to + TILE_BYTES);
     }
 }
 
-V_INLINE void unpack(bool minimum, const struct panels *w, const uint8_t *panel, size_t unit, uint8_t *b0, uint8_t *b1)
+V_INLINE void unpack(uint32_t bits, enum quant_scales scales, const struct panels *w, const uint8_t *panel, size_t unit,
+                     uint8_t *b0, uint8_t *b1)
 {
-    size_t groups = w->cols / QUANT_GROUP, cell_bytes = int16_cell_bytes(minimum);
+    size_t groups = w->cols / QUANT_GROUP;
     for (size_t g = 2 * unit; g < 2 * unit + 2; g++) {
-        const uint8_t *cell = panel + 2 * LINE + g * cell_bytes;
+        const uint8_t *cell = int16_cell(bits, scales, panel, g), *super = int16_super(bits, scales, panel, g);
         for (uint32_t h = 0; h < 2; h++) {
             uint8_t *to = (h ? b1 : b0) + g % 2 * 8 * LINE;
             if (g < groups) {
-                unpack_half(minimum, cell, h, to);
+                unpack_half(bits, scales, cell, super, h, to);
             } else {
                 memset(to, 0, 8 * LINE);
                 memset(to + TILE_BYTES, 0, 8 * LINE);
             }
         }
-        for (size_t i = 0; i < cell_bytes; i += LINE)
+        for (size_t i = 0; i < panel_cell_bytes(bits, scales); i += LINE)
             _mm_prefetch((const char *)cell + 2048 + i, _MM_HINT_T0);
     }
 }
@@ -191,32 +198,8 @@ V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const
     store_sums(to);
 }
 
-/* One tile of rows alone: unit u + 2 is unpacked while the products of unit u are worked on. */
-V_INLINE void amx_tile(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                       const struct panel_store *store)
-{
-    _Alignas(64) uint8_t b[RING][2][2 * TILE_BYTES];
-    _Alignas(64) int32_t sums[2 * SUMS];
-    const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
-    size_t units = int16_units(w->cols);
-    uint32_t height = a->rows - first < AMX_ROWS ? a->rows - first : AMX_ROWS;
-    uint32_t n_valid = w->rows - p * PANEL_ROWS < PANEL_ROWS ? w->rows - p * PANEL_ROWS : PANEL_ROWS;
-    struct pending tile = {store,       (const float *)panel,         a->row_scale + first, first, (size_t)p * PANEL_ROWS,
-                           end - first, ~0u >> (PANEL_ROWS - n_valid)};
-    zero_sums();
-    unpack(minimum, w, panel, 0, b[0][0], b[0][1]);
-    for (size_t u = 0; u < units; u++) {
-        size_t at = (first * units + u * height) * INT16_UNIT;
-        if (u + 1 < units)
-            unpack(minimum, w, panel, u + 1, b[(u + 1) % RING][0], b[(u + 1) % RING][1]);
-        multiply_unit(a->high_plane + at, a->low_plane + at, b[u % RING][0], b[u % RING][1]);
-    }
-    store_sums(sums);
-    finish_rows(&tile, sums, 0, AMX_ROWS);
-}
-
-V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                        const struct panel_store *store)
+V_INLINE void amx_block(uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p, const struct acts *a,
+                        uint32_t first, uint32_t end, const struct panel_store *store)
 {
     struct planes planes;
     const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
@@ -229,7 +212,7 @@ V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const 
         size_t n = units - unit < each ? units - unit : each;
         bool last = unit + n == units;
         for (size_t i = 0; i < n; i++)
-            unpack(minimum, w, panel, unit + i, planes.b[0][i][0], planes.b[1][i][0]);
+            unpack(bits, scales, w, panel, unit + i, planes.b[0][i][0], planes.b[1][i][0]);
         for (uint32_t tile = first; tile < end; tile += AMX_ROWS) {
             uint32_t height = a->rows - tile < AMX_ROWS ? a->rows - tile : AMX_ROWS;
             size_t at = (tile * units + unit * height) * INT16_UNIT;
@@ -246,32 +229,108 @@ V_INLINE void amx_block(bool minimum, const struct panels *w, uint32_t p, const 
     finish_rows(&before, planes.done, 0, AMX_ROWS);
 }
 
-V_INLINE void amx_panel(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                        const struct panel_store *store)
+V_INLINE void amx_panel(uint32_t bits, enum quant_scales scales, const struct panels *w, uint32_t p, const struct acts *a,
+                        uint32_t first, uint32_t end, const struct panel_store *store)
 {
-    if (a->rows < INT16_AMX_ROWS) {
+    if (a->rows < LEAST_ROWS) {
         kernels_avx512.panel[w->kind](w, p, a, first, end, store);
         return;
     }
-    int16_begin(end - first < AMX_ROWS ? end - first : AMX_ROWS);
-    if (end - first <= AMX_ROWS) {
-        amx_tile(minimum, w, p, a, first, end, store);
-        first = end;
+    if (a->rows <= ACTS_TILE) {
+        int16_words_panel(w, p, a, store);
+        return;
     }
+    int16_begin(end - first < AMX_ROWS ? end - first : AMX_ROWS);
     uint32_t block = int16_units(w->cols) > STRETCH ? BLOCK_ROWS : end - first;
     for (; first < end; first += block)
-        amx_block(minimum, w, p, a, first, end - first < block ? end : first + block, store);
+        amx_block(bits, scales, w, p, a, first, end - first < block ? end : first + block, store);
     amx_end();
 }
 
-void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                           const struct panel_store *store)
+/* ---- activations ---- */
+
+/* 32 of them as words. */
+V_INLINE __m512i quantized(const float *x, v16 inverse)
 {
-    amx_panel(false, w, p, a, first, end, store);
+    __m512i words =
+        _mm512_packs_epi32(_mm512_cvtps_epi32(int16_scaled(x, inverse)), _mm512_cvtps_epi32(int16_scaled(x + 16, inverse)));
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), words);
 }
 
-void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                         const struct panel_store *store)
+/* The sums of each 16 bytes of two groups, as 16 bits. */
+V_INLINE void store_group_sums(__m512i bytes, int32_t *sums, size_t next)
 {
-    amx_panel(true, w, p, a, first, end, store);
+    __m512i s = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, 0x4e));
+    s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, 0xb1));
+    s = _mm512_permutexvar_epi32(_mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12)), s);
+    __m128i words = _mm_cvtepi32_epi16(_mm512_castsi512_si128(s));
+    sums[0] = _mm_cvtsi128_si32(words);
+    if (next)
+        sums[next] = _mm_extract_epi32(words, 1);
+}
+
+/* The bits of kernels_avx512.quantize_int16, a unit of 64 columns at a time. */
+static void quantize_planes(const struct acts *a, uint32_t first, uint32_t end)
+{
+    size_t groups = a->cols / QUANT_GROUP, units = int16_units(a->cols);
+    for (uint32_t row = first; row < end; row++) {
+        const float *x = a->x + (size_t)row * a->cols;
+        uint32_t tile = row / ACTS_TILE * ACTS_TILE, height = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE;
+        size_t at = (tile * units + row - tile) * INT16_UNIT, sum = tile * groups + row - tile;
+        float amax = row_amax(x, a->cols);
+        v16 inverse = v16_set1(amax > 0 ? INT16_ACTIVATION / amax : 0);
+        a->row_scale[row] = amax / INT16_ACTIVATION * 65536;
+        for (size_t g = 0; g < groups; g += 2, x += INT16_UNIT, at += height * INT16_UNIT, sum += 2 * height) {
+            bool both = g + 1 < groups;
+            __m512i w0 = quantized(x, inverse), w1 = both ? quantized(x + QUANT_GROUP, inverse) : _mm512_setzero_si512();
+            __m512i half = _mm512_set1_epi16(128), low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(w0));
+            low = _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(w1), 1);
+            w0 = _mm512_srai_epi16(_mm512_add_epi16(w0, half), 8);
+            w1 = _mm512_srai_epi16(_mm512_add_epi16(w1, half), 8);
+            __m512i high = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(w0));
+            high = _mm512_inserti64x4(high, _mm512_cvtepi16_epi8(w1), 1);
+            _mm512_store_si512(a->high_plane + at, high);
+            _mm512_store_si512(a->low_plane + at, low);
+            if (a->sums) {
+                store_group_sums(high, a->high_sum + sum, both ? height : 0);
+                store_group_sums(low, a->low_sum + sum, both ? height : 0);
+            }
+        }
+    }
+}
+
+static void quantize(const struct acts *a, uint32_t first, uint32_t end)
+{
+    bool words = a->rows >= LEAST_ROWS && a->rows <= ACTS_TILE;
+    (words ? int16_words_quantize : quantize_planes)(a, first, end);
+}
+
+/* ---- */
+
+#define AMX_PANEL(name, bits, scales)                                                                                            \
+    static void name(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,                     \
+                     const struct panel_store *store)                                                                            \
+    {                                                                                                                            \
+        amx_panel(bits, scales, w, p, a, first, end, store);                                                                     \
+    }
+AMX_PANEL(panel_scale_4, 4, QUANT_SCALE)
+AMX_PANEL(panel_scale_5, 5, QUANT_SCALE)
+AMX_PANEL(panel_min_4, 4, QUANT_SCALE_MIN)
+AMX_PANEL(panel_min_5, 5, QUANT_SCALE_MIN)
+AMX_PANEL(panel_super_min_4, 4, QUANT_SUPER_MIN)
+AMX_PANEL(panel_super_min_5, 5, QUANT_SUPER_MIN)
+AMX_PANEL(panel_super16_6, 6, QUANT_SUPER_16)
+
+void int16_amx(struct kernels *out)
+{
+    out->quantize_int16 = quantize;
+    out->int16_sums_below = LEAST_ROWS;
+    out->panel[PANEL_INT16_SCALE_4] = panel_scale_4;
+    out->panel[PANEL_INT16_SCALE_5] = panel_scale_5;
+    out->panel[PANEL_INT16_MIN_4] = panel_min_4;
+    out->panel[PANEL_INT16_MIN_5] = panel_min_5;
+    out->panel[PANEL_INT16_SUPER_MIN_4] = panel_super_min_4;
+    out->panel[PANEL_INT16_SUPER_MIN_5] = panel_super_min_5;
+    out->panel[PANEL_INT16_SUPER16_6] = panel_super16_6;
 }

@@ -14,7 +14,7 @@ struct kernels {
     void (*quantize_rows8)(const struct acts *a, uint32_t first, uint32_t end);
     /* Rows to BF16, which this set multiplies with BF16 weights; NULL: it multiplies the rows as they are. */
     void (*round_rows16)(const struct acts *a, uint32_t first, uint32_t end);
-    uint32_t int16_sums_below; /* rows; see struct acts */
+    uint32_t int16_sums_below; /* rows: the kernels of INT16 for fewer read sums of groups; see struct acts */
     /* Panel p times rows first..end (first a multiple of ACTS_TILE). */
     void (*panel[PANEL_KINDS])(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
                                const struct panel_store *store);
@@ -37,11 +37,11 @@ extern const struct kernels kernels_generic, kernels_avx2, kernels_avx512;
 void kernels_amx(struct kernels *out);
 /* Whether the CPU has AMX int8 and BF16 and the kernel lets this process use the tiles; asks it to. */
 bool amx_supported(void);
-enum { INT16_AMX_ROWS = 5 }; /* fewer rows are faster on VNNI */
-void int16_panel_scale_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                           const struct panel_store *store);
-void int16_panel_min_amx(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
-                         const struct panel_store *store);
+/* Sets the products of INT16. */
+void int16_amx(struct kernels *out);
+/* Those of few rows, at most ACTS_TILE: rows first..end of a->x into a->words, and panel p of an INT16 kind times all of them. */
+void int16_words_quantize(const struct acts *a, uint32_t first, uint32_t end);
+void int16_words_panel(const struct panels *w, uint32_t p, const struct acts *a, const struct panel_store *store);
 /* Sets the attention of AMX, but for layers with a window. */
 void attention_amx(struct kernels *out);
 /* Sets the products with W8A8, W4A16 and BF16 weights of AMX. */

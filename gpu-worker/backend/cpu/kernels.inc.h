@@ -5,6 +5,7 @@
  */
 #include "gpu-worker/backend/cpu/attention.inc.h"
 #include "gpu-worker/backend/cpu/grouped_panels.h"
+#include "gpu-worker/backend/cpu/int16.h"
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
@@ -251,11 +252,16 @@ V_INLINE void float_panel(enum panel_kind kind, const struct panels *w, uint32_t
         UNPACKED(unpacked_quant_panel, bits, scales, w, p, a, first, end, store)                                                 \
         quant_panel(bits, scales, w, p, a, first, end, store);                                                                   \
     }
-#define INT16_PANEL(name, minimum)                                                                                               \
+#define INT16_PANEL(name, bits, scales)                                                                                          \
     static void name(PANEL_ARGS)                                                                                                 \
     {                                                                                                                            \
-        UNPACKED(unpacked_int16_panel, minimum, w, p, a, first, end, store)                                                      \
-        int16_panel(minimum, w, p, a, first, end, store);                                                                        \
+        int16_panel(bits, scales, w, p, a, first, end, store);                                                                   \
+    }
+#define INT16_PANEL_4(name, scales)                                                                                              \
+    static void name(PANEL_ARGS)                                                                                                 \
+    {                                                                                                                            \
+        UNPACKED(unpacked_int16_panel, scales, w, p, a, first, end, store)                                                       \
+        int16_panel(4, scales, w, p, a, first, end, store);                                                                      \
     }
 #define FLOAT_PANEL(name, kind)                                                                                                  \
     static void name(PANEL_ARGS)                                                                                                 \
@@ -273,8 +279,13 @@ QUANT_PANEL(panel_min_5, 5, QUANT_SCALE_MIN)
 QUANT_PANEL(panel_super_min_4, 4, QUANT_SUPER_MIN)
 QUANT_PANEL(panel_super_min_5, 5, QUANT_SUPER_MIN)
 QUANT_PANEL(panel_super16_6, 6, QUANT_SUPER_16)
-INT16_PANEL(panel_int16_scale_4, false)
-INT16_PANEL(panel_int16_min_4, true)
+INT16_PANEL_4(panel_int16_scale_4, QUANT_SCALE)
+INT16_PANEL_4(panel_int16_min_4, QUANT_SCALE_MIN)
+INT16_PANEL_4(panel_int16_super_min_4, QUANT_SUPER_MIN)
+INT16_PANEL(panel_int16_scale_5, 5, QUANT_SCALE)
+INT16_PANEL(panel_int16_min_5, 5, QUANT_SCALE_MIN)
+INT16_PANEL(panel_int16_super_min_5, 5, QUANT_SUPER_MIN)
+INT16_PANEL(panel_int16_super16_6, 6, QUANT_SUPER_16)
 
 /* ---- element-wise ---- */
 
@@ -389,6 +400,11 @@ const struct kernels KERNELS_SYMBOL = {
             [PANEL_SUPER16_6] = panel_super16_6,
             [PANEL_INT16_SCALE_4] = panel_int16_scale_4,
             [PANEL_INT16_MIN_4] = panel_int16_min_4,
+            [PANEL_INT16_SUPER_MIN_4] = panel_int16_super_min_4,
+            [PANEL_INT16_SCALE_5] = panel_int16_scale_5,
+            [PANEL_INT16_MIN_5] = panel_int16_min_5,
+            [PANEL_INT16_SUPER_MIN_5] = panel_int16_super_min_5,
+            [PANEL_INT16_SUPER16_6] = panel_int16_super16_6,
             [PANEL_W8A8] = panel_w8a8,
             [PANEL_W4A16] = panel_w4a16,
             [PANEL_W4A16_ZEROS] = panel_w4a16_zeros,

@@ -308,8 +308,6 @@ void kernels_amx(struct kernels *out)
     out->panel[PANEL_SUPER_MIN_4] = panel_super_min_4;
     out->panel[PANEL_SUPER_MIN_5] = panel_super_min_5;
     out->panel[PANEL_SUPER16_6] = panel_super16_6;
-    out->int16_sums_below = INT16_AMX_ROWS;
-    out->panel[PANEL_INT16_SCALE_4] = int16_panel_scale_amx;
-    out->panel[PANEL_INT16_MIN_4] = int16_panel_min_amx;
+    int16_amx(out);
     grouped_amx(out);
 }

@@ -19,31 +19,32 @@ static const struct {
     [PANEL_SUPER_MIN_4] = {4, QUANT_SUPER_MIN},
     [PANEL_SUPER_MIN_5] = {5, QUANT_SUPER_MIN},
     [PANEL_SUPER16_6] = {6, QUANT_SUPER_16},
+    [PANEL_INT16_SCALE_4] = {4, QUANT_SCALE},
+    [PANEL_INT16_SCALE_5] = {5, QUANT_SCALE},
+    [PANEL_INT16_MIN_4] = {4, QUANT_SCALE_MIN},
+    [PANEL_INT16_MIN_5] = {5, QUANT_SCALE_MIN},
+    [PANEL_INT16_SUPER_MIN_4] = {4, QUANT_SUPER_MIN},
+    [PANEL_INT16_SUPER_MIN_5] = {5, QUANT_SUPER_MIN},
+    [PANEL_INT16_SUPER16_6] = {6, QUANT_SUPER_16},
 };
 
-static bool kind_of(const struct quant_format *format, enum panel_kind *kind)
+static bool find_kind(const struct quant_format *format, enum panel_kind first, enum panel_kind last, enum panel_kind *kind)
 {
-    if (format->scales == QUANT_FLOAT) {
-        *kind = format == &quant_f32 ? PANEL_F32 : format == &quant_f16 ? PANEL_F16 : PANEL_BF16;
-        return true;
-    }
-    for (int i = PANEL_SCALE_4; i <= PANEL_SUPER16_6; i++) {
+    for (enum panel_kind i = first; i <= last; i++) {
         if (kinds[i].bits == format->bits && kinds[i].scales == format->scales) {
-            *kind = (enum panel_kind)i;
+            *kind = i;
             return true;
         }
     }
     return false;
 }
 
-/* Formats whose weights are s * (4-bit code) + c. */
-static bool int16_kind(const struct quant_format *format, uint32_t cols, enum panel_kind *kind)
+static bool kind_of(const struct quant_format *format, enum panel_kind *kind)
 {
-    bool minimum = format->scales == QUANT_SCALE_MIN || format->scales == QUANT_SUPER_MIN;
-    bool offered = format->bits == 4 && cols <= INT16_MOST_COLS && (minimum || format->scales == QUANT_SCALE);
-    if (offered)
-        *kind = minimum ? PANEL_INT16_MIN_4 : PANEL_INT16_SCALE_4;
-    return offered;
+    if (format->scales != QUANT_FLOAT)
+        return find_kind(format, PANEL_SCALE_4, PANEL_SUPER16_6, kind);
+    *kind = format == &quant_f32 ? PANEL_F32 : format == &quant_f16 ? PANEL_F16 : PANEL_BF16;
+    return true;
 }
 
 bool panels_layout(struct panels *panels, const struct quant_format *format, bool int16, uint32_t rows, uint32_t cols)
@@ -57,16 +58,17 @@ bool panels_layout(struct panels *panels, const struct quant_format *format, boo
     if (!kind_of(format, &panels->kind) || cols % format->block_values)
         return false;
     size_t groups = cols / QUANT_GROUP, supers = (groups + QUANT_SUPER_GROUPS - 1) / QUANT_SUPER_GROUPS;
-    if (int16 && int16_kind(format, cols, &panels->kind)) {
-        panels->panel_bytes = 2 * LINE + groups * int16_cell_bytes(panels->kind == PANEL_INT16_MIN_4);
-    } else if (panels->kind == PANEL_BF16) {
+    if (panels->kind == PANEL_BF16) {
         panels->panel_bytes = bf16_units(cols) * 2 * UNIT_HALF;
-    } else if (format->scales == QUANT_FLOAT) {
-        panels->panel_bytes = (size_t)cols * PANEL_ROWS * format->block_bytes;
-    } else {
-        panels->panel_bytes =
-            groups * panel_cell_bytes(format->bits, format->scales) + supers * panel_super_bytes(format->scales);
+        return true;
     }
+    if (format->scales == QUANT_FLOAT) {
+        panels->panel_bytes = (size_t)cols * PANEL_ROWS * format->block_bytes;
+        return true;
+    }
+    panels->panel_bytes = groups * panel_cell_bytes(format->bits, format->scales) + supers * panel_super_bytes(format->scales);
+    if (int16 && cols <= INT16_MOST_COLS && find_kind(format, PANEL_INT16_SCALE_4, PANEL_INT16_SUPER16_6, &panels->kind))
+        panels->panel_bytes += 2 * LINE;
     return true;
 }
 
@@ -133,47 +135,83 @@ void panel_pack_codes(uint32_t bits, const uint8_t q[QUANT_GROUP], uint32_t lane
         }
 }
 
-/* w = scale * q + minimum of a group, in f32. */
-static void int16_scales(const struct quant_format *format, const struct quant_group *group, float *scale, float *minimum)
+/* The largest weight that codes of a group can stand for. */
+static float largest_weight(const struct quant_format *format, const struct quant_group *group)
 {
-    *scale = f16_to_f32(group->d);
-    *minimum = f16_to_f32(group->m);
-    if (format->scales == QUANT_SUPER_MIN) {
-        *scale *= (float)group->sc[0];
-        *minimum *= -(float)group->mn;
-    } else if (format->scales == QUANT_SCALE) {
-        *minimum = -(float)format->offset * *scale;
+    float d = f16_to_f32(group->d), m = f16_to_f32(group->m), last = (float)((1 << format->bits) - 1), most = 0;
+    if (format->scales == QUANT_SUPER_MIN)
+        m *= -(float)group->mn;
+    for (int i = 0; i < (format->scales == QUANT_SUPER_16 ? 2 : 1); i++) {
+        float scale = format->scales >= QUANT_SUPER_MIN ? d * (float)group->sc[i] : d;
+        float least = format->offset ? -(float)format->offset * scale : m;
+        float low = fabsf(least), high = fabsf(last * scale + least);
+        most = low > most || isnan(low) ? low : most;
+        most = high > most || isnan(high) ? high : most;
     }
+    return most;
+}
+
+/* What d and m of super-blocks are multiples of, in INT16 units: s and c keep all bits of their 8-bit factors. */
+#define INT16_SUPER 128.0f
+
+/* The unit D of a row; infinite or NaN where a scale is. */
+static float int16_unit(const struct quant_format *format, const struct quant_group *groups, size_t n)
+{
+    float unit = 0;
+    for (size_t b = 0; b < n; b++) {
+        float least = largest_weight(format, &groups[b]) / INT16_WEIGHT;
+        unit = least > unit || isnan(least) ? least : unit;
+        if (format->scales >= QUANT_SUPER_MIN && b % QUANT_SUPER_GROUPS == 0) {
+            least = fmaxf(fabsf(f16_to_f32(groups[b].d)), fabsf(f16_to_f32(groups[b].m))) * INT16_SUPER / INT16_MAX;
+            unit = least > unit ? least : unit;
+        }
+    }
+    return unit;
+}
+
+static void put_int16(uint8_t *at, uint32_t r, float units)
+{
+    int16_t x = (int16_t)rintf(units);
+    memcpy(at + 2 * r, &x, 2);
+}
+
+/* The scales of group b, of which `cell` is the cell. */
+static void pack_int16_scales(const struct panels *panels, const struct quant_group *group, float unit, bool super, uint32_t r,
+                              uint8_t *cell)
+{
+    float d = f16_to_f32(group->d) / unit, m = f16_to_f32(group->m) / unit;
+    if (panels->scales < QUANT_SUPER_MIN) {
+        put_int16(cell, r, d);
+        if (panels->scales == QUANT_SCALE_MIN)
+            put_int16(cell + LINE, r, m);
+        return;
+    }
+    uint8_t *header = cell - panel_super_bytes(panels->scales);
+    if (super)
+        put_int16(header, r, d * INT16_SUPER);
+    if (super && panels->scales == QUANT_SUPER_MIN)
+        put_int16(header + LINE, r, -m * INT16_SUPER);
+    cell[r] = (uint8_t)group->sc[0];
+    cell[PANEL_ROWS + r] = panels->scales == QUANT_SUPER_MIN ? group->mn : (uint8_t)group->sc[1];
 }
 
 /* False: a scale is not finite, and the row's codes are left out. */
 static bool pack_int16_row(const struct panels *panels, const struct quant_format *format, const uint8_t *row, uint32_t r,
                            uint8_t *panel)
 {
-    bool minimum = panels->kind == PANEL_INT16_MIN_4;
-    size_t groups = panels->cols / QUANT_GROUP, cell_bytes = int16_cell_bytes(minimum), head = minimum ? 2 * LINE : LINE;
-    struct quant_group group;
-    float scale, least, most = 0;
-    for (size_t b = 0; b < groups; b++) {
-        quant_unpack(format, row, b, &group);
-        int16_scales(format, &group, &scale, &least);
-        float low = fabsf(least), high = fabsf(15 * scale + least);
-        most = low > most || isnan(low) ? low : most;
-        most = high > most || isnan(high) ? high : most;
-    }
-    if (!(most < INFINITY))
+    struct quant_group groups[INT16_MOST_COLS / QUANT_GROUP];
+    size_t n = panels->cols / QUANT_GROUP;
+    for (size_t b = 0; b < n; b++)
+        quant_unpack(format, row, b, &groups[b]);
+    float unit = int16_unit(format, groups, n);
+    if (!(unit < INFINITY))
         return false;
-    float unit = most / INT16_WEIGHT;
     memcpy(panel + r * sizeof unit, &unit, sizeof unit);
-    for (size_t b = 0; b < groups; b++) {
-        uint8_t *cell = panel + 2 * LINE + b * cell_bytes;
-        quant_unpack(format, row, b, &group);
-        int16_scales(format, &group, &scale, &least);
-        int16_t s = unit > 0 ? (int16_t)rintf(scale / unit) : 0, c = unit > 0 ? (int16_t)rintf(least / unit) : 0;
-        memcpy(cell + 2 * r, &s, 2);
-        if (minimum)
-            memcpy(cell + LINE + 2 * r, &c, 2);
-        panel_pack_codes(4, group.q, r % 16, cell + head + r / 16 * panel_half_bytes(4));
+    for (size_t b = 0; b < n && unit > 0; b++) {
+        uint8_t *cell = panel + int16_cell_offset(panels->bits, panels->scales, b);
+        pack_int16_scales(panels, &groups[b], unit, b % QUANT_SUPER_GROUPS == 0, r, cell);
+        panel_pack_codes(panels->bits, groups[b].q, r % 16,
+                   cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
     }
     return true;
 }

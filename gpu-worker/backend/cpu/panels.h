@@ -23,10 +23,14 @@
  * A second arithmetic, INT16, is exact in integers over all of a row's columns: weights are w = s q + c with s and c rounded once
  * to 16 bits on one scale D per output row, activations a = rne(x * 32512 / amax) on one scale per row.
  *
- *   [D f32 x32]  then a cell per group:  [s i16 x32]  ([c i16 x32] with a minimum, else c = -offset s)  [codes] [codes] as above
+ *   [D f32 x32]  then super headers and cells as above, with other numbers in them:
+ *     QUANT_SCALE      s i16 x32                  c = -offset s
+ *     QUANT_SCALE_MIN  s i16 x32, c i16 x32
+ *     QUANT_SUPER_*    d, dmin i16 x32 of 1/128 D; s = floor((sc d + 64) / 128), c likewise of mn, dmin (< 0), or -offset s
  *
  * Activations are a = 256 high + low in two planes of signed bytes, [tile][columns / 64, rounded up][T][64] (zero past the last
- * column), and their sums over groups as above.
+ * column). What else of them is kept depends on the kernels: the sums of groups as above, or for few rows the planes in words
+ * (see int16_words_amx.c).
  */
 #pragma once
 #include <stdbool.h>
@@ -49,7 +53,12 @@ enum panel_kind {
     PANEL_SUPER_MIN_5,
     PANEL_SUPER16_6,
     PANEL_INT16_SCALE_4,
+    PANEL_INT16_SCALE_5,
     PANEL_INT16_MIN_4,
+    PANEL_INT16_MIN_5,
+    PANEL_INT16_SUPER_MIN_4,
+    PANEL_INT16_SUPER_MIN_5,
+    PANEL_INT16_SUPER16_6,
     PANEL_W8A8, /* grouped_panels.h */
     PANEL_W4A16,
     PANEL_W4A16_ZEROS,
@@ -58,7 +67,7 @@ enum panel_kind {
 
 /* INT16: |w| <= 32767 and -128 <= high, low <= 127 keep every int32 sum of byte products below 2^31 up to here. */
 enum { INT16_MOST_COLS = 32768, INT16_UNIT = 64 };
-#define INT16_WEIGHT     32600.0f /* the largest weight of a row; rounding s and c adds up to 8 */
+#define INT16_WEIGHT     32600.0f /* the largest weight of a row; rounding s and c adds up to 32 */
 #define INT16_ACTIVATION 32512.0f
 
 /* Byte counts that follow from bits and scales; inline so that kernels fold them. */
@@ -84,10 +93,10 @@ static inline size_t panel_cell_offset(uint32_t bits, enum quant_scales scales, 
     return b * panel_cell_bytes(bits, scales) + (b / QUANT_SUPER_GROUPS + 1) * panel_super_bytes(scales);
 }
 
-/* INT16 cells. */
-static inline size_t int16_cell_bytes(bool minimum)
+/* Of an INT16 panel. */
+static inline size_t int16_cell_offset(uint32_t bits, enum quant_scales scales, size_t b)
 {
-    return (minimum ? 2 : 1) * LINE + 2 * panel_half_bytes(4);
+    return 2 * LINE + panel_cell_offset(bits, scales, b);
 }
 static inline size_t int16_units(size_t cols)
 {
@@ -107,7 +116,7 @@ struct panels {
 
 static inline bool panels_int16(const struct panels *panels)
 {
-    return panels->kind == PANEL_INT16_SCALE_4 || panels->kind == PANEL_INT16_MIN_4;
+    return panels->kind >= PANEL_INT16_SCALE_4 && panels->kind <= PANEL_INT16_SUPER16_6;
 }
 
 static inline bool panels_w4a16(const struct panels *panels)
@@ -132,9 +141,11 @@ struct acts {
 
     /* INT16 */
     int8_t *high_plane, *low_plane;
-    int32_t *high_sum, *low_sum; /* as the low 16 bits; the upper are 0 */
-    uint32_t sums_below;         /* as many rows and more are multiplied by kernels that need no sums */
-    float *row_scale;            /* [rows] 2^16 amax / 32512 */
+    int32_t *high_sum, *low_sum; /* of a group's first 16 columns as the low 16 bits, of the others as the upper; if `sums` */
+    bool sums;
+    int8_t *words;    /* few rows on AMX: [columns / 32][3][rows][64] */
+    int32_t *row_sum; /* with `words`: [rows] of a */
+    float *row_scale; /* [rows] 2^16 amax / 32512 */
 
     /* grouped_panels.h */
     uint8_t *rows8;

@@ -160,15 +160,17 @@ V_INLINE void unpacked_quant_panel(uint32_t bits, enum quant_scales scales, cons
 
 /* ---- INT16 ---- */
 
-V_INLINE void unpack_int16(bool minimum, const uint8_t *panel, size_t first, size_t n, uint32_t h, struct unpacked_group *out)
+V_INLINE void unpack_int16(enum quant_scales scales, const uint8_t *panel, size_t first, size_t n, uint32_t h,
+                           struct unpacked_group *out)
 {
-    const uint8_t *cell = panel + 2 * LINE + first * int16_cell_bytes(minimum);
-    for (; n > 0; n--, out++, cell += int16_cell_bytes(minimum)) {
-        out->s = i32x16_pairs(cell + 32 * h);
-        out->c = minimum ? i32x16_pairs(cell + LINE + 32 * h) : i32x16_pairs_times(out->s, -8);
+    for (size_t b = first; b < first + n; b++, out++) {
+        const uint8_t *cell = int16_cell(4, scales, panel, b);
+        struct int16_scales w = int16_scales(4, scales, cell, int16_super(4, scales, panel, b), h);
+        out->s = w.s[0];
+        out->c = w.c[0];
         V_UNROLL
         for (int g = 0; g < GROUP_LINES; g++)
-            out->lines[g] = cell_line(cell + (minimum ? 2 * LINE : LINE) + h * panel_half_bytes(4), 4, g);
+            out->lines[g] = cell_line(cell + panel_head_bytes(scales) + h * panel_half_bytes(4), 4, g);
     }
 }
 
@@ -211,8 +213,8 @@ V_INLINE void unpacked_int16_rows(const struct unpacked_group *w, size_t g, size
     }
 }
 
-V_INLINE void unpacked_int16_half(bool minimum, const uint8_t *panel, uint32_t h, const struct acts *a, uint32_t first,
-                                  uint32_t end, struct int16_sums total[])
+V_INLINE void unpacked_int16_half(enum quant_scales scales, const uint8_t *panel, uint32_t h, const struct acts *a,
+                                  uint32_t first, uint32_t end, struct int16_sums total[])
 {
     struct unpacked_group w[UNPACKED_GROUPS];
     size_t groups = a->cols / QUANT_GROUP;
@@ -220,14 +222,15 @@ V_INLINE void unpacked_int16_half(bool minimum, const uint8_t *panel, uint32_t h
         total[i] = (struct int16_sums){i32x16_set1(0), i32x16_set1(0), i32x16_set1(0)};
     for (size_t g = 0; g < groups; g += UNPACKED_GROUPS) {
         size_t n = groups - g < UNPACKED_GROUPS ? groups - g : UNPACKED_GROUPS;
-        unpack_int16(minimum, panel, g, n, h, w);
+        unpack_int16(scales, panel, g, n, h, w);
 #define INT16_STEP(r, n_rows, i) unpacked_int16_rows(w, g, n, a, tile, r, height, n_rows, total + (i))
         UNPACKED_STEPS(2, INT16_STEP)
     }
 }
 
-V_INLINE void unpacked_int16_panel(bool minimum, const struct panels *w, uint32_t p, const struct acts *a, uint32_t first,
-                                   uint32_t end, const struct panel_store *store)
+/* Of 4-bit codes. */
+V_INLINE void unpacked_int16_panel(enum quant_scales scales, const struct panels *w, uint32_t p, const struct acts *a,
+                                   uint32_t first, uint32_t end, const struct panel_store *store)
 {
     const uint8_t *panel = w->data + (size_t)p * w->panel_bytes;
     struct int16_sums total[UNPACKED_ROWS];
@@ -235,7 +238,7 @@ V_INLINE void unpacked_int16_panel(bool minimum, const struct panels *w, uint32_
         uint32_t n = end - block < UNPACKED_ROWS ? end - block : UNPACKED_ROWS;
         for (uint32_t h = 0; h < 2; h++) {
             v16 unit = v16_load((const float *)panel + 16 * h);
-            unpacked_int16_half(minimum, panel, h, a, block, block + n, total);
+            unpacked_int16_half(scales, panel, h, a, block, block + n, total);
             for (uint32_t i = 0; i < n; i++)
                 store_half(store, block + i, p, w->rows - p * PANEL_ROWS, h,
                            int16_value(&total[i], unit, a->row_scale[block + i]));

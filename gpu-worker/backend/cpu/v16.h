@@ -111,12 +111,13 @@ V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 a, v16 b)
     words = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
     _mm256_storeu_si256((__m256i *)high, _mm512_cvtepi16_epi8(words));
 }
-V_INLINE int32_t sum_of_32(const int8_t *p)
+/* The sums of 16 bytes each: the first as the low 16 bits. */
+V_INLINE int32_t sums_of_halves(const int8_t *p)
 {
     __m256i ones = _mm256_set1_epi8(1), s = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, _mm256_loadu_si256((const __m256i *)p));
-    __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
-    t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4e));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0xb1));
+    return _mm256_extract_epi16(s, 0) | (int32_t)((uint32_t)_mm256_extract_epi16(s, 8) << 16);
 }
 /* lane l: the int16 p[l], to be multiplied as pairs */
 V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
@@ -125,8 +126,23 @@ V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
                                      0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0);
     return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 }
+/* lane l: the byte p[l] as the upper byte of both */
+V_INLINE i32x16 i32x16_byte_pairs(const uint8_t *p)
+{
+    __m512i to = _mm512_set_epi32(0xf800f80, 0xe800e80, 0xd800d80, 0xc800c80, 0xb800b80, 0xa800a80, 0x9800980, 0x8800880, 0x7800780,
+                                  0x6800680, 0x5800580, 0x4800480, 0x3800380, 0x2800280, 0x1800180, 0x800080);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)), to);
+}
 V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x) { return _mm512_mullo_epi16(pairs, _mm512_set1_epi16(x)); }
-/* lane l += pairs[l] * (low 16 bits of x), modulo 2^32 */
+/* (x y + 2^14) >> 15 of each */
+V_INLINE i32x16 i32x16_pairs_mulhrs(i32x16 x, i32x16 y) { return _mm512_mulhrs_epi16(x, y); }
+V_INLINE i32x16 i32x16_pairs_of(i32x16 low, i32x16 high) { return _mm512_mask_blend_epi16(0xaaaaaaaa, low, high); }
+/* lane l += x[l] * the upper of pairs[l], modulo 2^32 */
+V_INLINE i32x16 i32x16_times_upper(i32x16 sum, i32x16 x, i32x16 pairs)
+{
+    return _mm512_add_epi32(sum, _mm512_mullo_epi32(x, _mm512_srai_epi32(pairs, 16)));
+}
+/* lane l += the products of pairs[l] and the two 16 bits of x, modulo 2^32 */
 V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x)); }
 /* Sums of a group's 4-bit codes times 32 signed bytes, of 16 output rows: each half of a group fits 16 bits. */
 typedef struct {
@@ -320,18 +336,37 @@ V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 x, v16 y)
     _mm256_storeu_si256((__m256i *)low, _mm256_permute4x64_epi64(l, 0xd8));
     _mm256_storeu_si256((__m256i *)high, _mm256_permute4x64_epi64(h, 0xd8));
 }
-V_INLINE int32_t sum_of_32(const int8_t *p)
+V_INLINE int32_t sums_of_halves(const int8_t *p)
 {
     __m256i ones = _mm256_set1_epi8(1), words = _mm256_maddubs_epi16(ones, _mm256_loadu_si256((const __m256i *)p));
     __m256i s = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
-    __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
-    t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4e));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0xb1));
+    return _mm256_extract_epi16(s, 0) | (int32_t)((uint32_t)_mm256_extract_epi16(s, 8) << 16);
 }
 V_INLINE __m256i pairs8(const uint8_t *p)
 {
     __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_or_si256(x, _mm256_slli_epi32(x, 16));
+}
+V_INLINE i32x16 i32x16_byte_pairs(const uint8_t *p)
+{
+    __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    __m256i to = _mm256_set_epi32(0x7800780, 0x6800680, 0x5800580, 0x4800480, 0x3800380, 0x2800280, 0x1800180, 0x800080);
+    return (i32x16){_mm256_shuffle_epi8(x, to), _mm256_shuffle_epi8(x, _mm256_or_si256(to, _mm256_set1_epi16(0x800)))};
+}
+V_INLINE i32x16 i32x16_pairs_mulhrs(i32x16 x, i32x16 y)
+{
+    return (i32x16){_mm256_mulhrs_epi16(x.a, y.a), _mm256_mulhrs_epi16(x.b, y.b)};
+}
+V_INLINE i32x16 i32x16_pairs_of(i32x16 low, i32x16 high)
+{
+    return (i32x16){_mm256_blend_epi16(low.a, high.a, 0xaa), _mm256_blend_epi16(low.b, high.b, 0xaa)};
+}
+V_INLINE i32x16 i32x16_times_upper(i32x16 sum, i32x16 x, i32x16 pairs)
+{
+    return (i32x16){_mm256_add_epi32(sum.a, _mm256_mullo_epi32(x.a, _mm256_srai_epi32(pairs.a, 16))),
+                    _mm256_add_epi32(sum.b, _mm256_mullo_epi32(x.b, _mm256_srai_epi32(pairs.b, 16)))};
 }
 V_INLINE i32x16 i32x16_pairs(const uint8_t *p) { return (i32x16){pairs8(p), pairs8(p + 16)}; }
 V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
@@ -509,23 +544,40 @@ V_INLINE void v16_planes(int8_t *high, int8_t *low, v16 a, v16 b)
         high[i] = (int8_t)((x + 128) >> 8);
     }
 }
-V_INLINE int32_t sum_of_32(const int8_t *p)
+V_INLINE int32_t pair_of(int32_t low, int32_t high) { return (int32_t)((uint32_t)low & 0xffff) | (int32_t)((uint32_t)high << 16); }
+V_INLINE int32_t lower_of(int32_t pair) { return (int16_t)pair; }
+V_INLINE int32_t upper_of(int32_t pair) { return pair >> 16; }
+V_INLINE int32_t sums_of_halves(const int8_t *p)
 {
-    int32_t sum = 0;
+    int32_t sums[2] = {0};
     for (int i = 0; i < 32; i++)
-        sum += p[i];
-    return sum;
+        sums[i / 16] += p[i];
+    return pair_of(sums[0], sums[1]);
 }
 V_INLINE i32x16 i32x16_pairs(const uint8_t *p)
 {
     int16_t x[16];
     memcpy(x, p, sizeof x);
-    return I32_LANES(x[i]);
+    return I32_LANES(pair_of(x[i], x[i]));
 }
-V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x) { return I32_LANES(pairs.i[i] * x); }
+V_INLINE i32x16 i32x16_byte_pairs(const uint8_t *p) { return I32_LANES(pair_of(p[i] << 8, p[i] << 8)); }
+V_INLINE i32x16 i32x16_pairs_times(i32x16 pairs, int16_t x)
+{
+    return I32_LANES(pair_of(lower_of(pairs.i[i]) * x, upper_of(pairs.i[i]) * x));
+}
+V_INLINE i32x16 i32x16_pairs_mulhrs(i32x16 x, i32x16 y)
+{
+    return I32_LANES(pair_of((lower_of(x.i[i]) * lower_of(y.i[i]) + 16384) >> 15, (upper_of(x.i[i]) * upper_of(y.i[i]) + 16384) >> 15));
+}
+V_INLINE i32x16 i32x16_pairs_of(i32x16 low, i32x16 high) { return I32_LANES(pair_of(lower_of(low.i[i]), upper_of(high.i[i]))); }
 V_INLINE i32x16 i32x16_dot16(i32x16 sum, i32x16 pairs, int32_t x)
 {
-    return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(pairs.i[i] * (int16_t)x));
+    return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(lower_of(pairs.i[i]) * lower_of(x)) +
+                     (uint32_t)(upper_of(pairs.i[i]) * upper_of(x)));
+}
+V_INLINE i32x16 i32x16_times_upper(i32x16 sum, i32x16 x, i32x16 pairs)
+{
+    return I32_LANES((uint32_t)sum.i[i] + (uint32_t)x.i[i] * (uint32_t)upper_of(pairs.i[i]));
 }
 typedef i32x16 code_sums;
 V_INLINE code_sums code_sums_zero(void) { return i32x16_set1(0); }
@@ -535,7 +587,7 @@ V_INLINE code_sums code_sums_add(code_sums s, u8x64 packed, const int8_t *x)
 }
 V_INLINE i32x16 code_sums_scale(i32x16 sum, code_sums s, i32x16 pairs)
 {
-    return I32_LANES((uint32_t)sum.i[i] + (uint32_t)(pairs.i[i] * s.i[i]));
+    return I32_LANES((uint32_t)sum.i[i] + (uint32_t)upper_of(pairs.i[i]) * (uint32_t)s.i[i]);
 }
 V_INLINE void v16_unzip(const float *p, v16 *even, v16 *odd)
 {

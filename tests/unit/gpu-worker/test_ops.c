@@ -97,9 +97,9 @@ static uint8_t *random_rows(const struct quant_format *format, uint32_t rows, ui
     return data;
 }
 
-/* What the definition of matmul allows int16: rounding of x to half a step of its row, of weights to eight steps of theirs, and
+/* What the definition of matmul allows int16: rounding of x to half a step of its row, of weights to some steps of theirs, and
  * of the sum to 2^15 steps of both. */
-static double int16_rounding(uint32_t cols, const float *x, const float *w)
+static double int16_rounding(const struct quant_format *format, uint32_t cols, const float *x, const float *w)
 {
     double x_most = 0, w_most = 0, x_sum = 0, w_sum = 0;
     for (uint32_t k = 0; k < cols; k++) {
@@ -109,7 +109,8 @@ static double int16_rounding(uint32_t cols, const float *x, const float *w)
         w_sum += fabs((double)w[k]);
     }
     double a = x_most / 32512, d = w_most * 2 / 32600; /* the row's largest weight may be one its codes do not use */
-    return 1.001 * (a / 2 * w_sum + 8 * d * x_sum + 4 * cols * a * d + 32768 * a * d);
+    double steps = format->bits == 4 ? 12 : format->bits == 5 ? 24 : 32;
+    return 1.001 * (a / 2 * w_sum + steps * d * x_sum + steps / 2 * cols * a * d + 32768 * a * d);
 }
 
 /* What the definition of matmul allows: rounding of x to d/2 per value (none for float weights), plus f32 sums. */
@@ -133,7 +134,7 @@ static void check_against_double(const struct quant_format *format, bool int16, 
                 rounding += amax / 254 * 1.0001 * weights;
             }
             if (int16)
-                rounding = int16_rounding(cols, x + m * cols, w);
+                rounding = int16_rounding(format, cols, x + m * cols, w);
             double bound =
                 (format->scales == QUANT_FLOAT ? 0 : rounding) + (int16 ? 1e-6 : 1e-5) * (terms + fabs((double)bias[n]));
             if (fabs((double)out[m * N + n] - sum) > bound)
@@ -168,31 +169,41 @@ static void check_against_rule(const struct quant_format *format, const uint8_t 
     }
 }
 
+/* The weights of a row in units of its D (returned), by their definition. */
+static float int16_weights(const struct quant_format *format, const uint8_t *row, uint32_t cols, int32_t *w)
+{
+    struct quant_group group;
+    float unit = 0;
+    for (uint32_t k = 0; k < cols; k++) {
+        quant_unpack(format, row, k / QUANT_GROUP, &group);
+        float d = f16_to_f32(group.d), m = f16_to_f32(group.m);
+        float s = format->scales >= QUANT_SUPER_MIN ? d * (float)group.sc[format->scales == QUANT_SUPER_16 ? k / 16 % 2 : 0] : d;
+        float c = format->scales == QUANT_SUPER_MIN ? m * -(float)group.mn : format->offset ? -(float)format->offset * s : m;
+        float last = (float)((1 << format->bits) - 1) * s + c;
+        unit = fmaxf(unit, fmaxf(fabsf(c), fabsf(last)) / 32600);
+        if (format->scales >= QUANT_SUPER_MIN)
+            unit = fmaxf(unit, fmaxf(fabsf(d), fabsf(m)) * 128 / 32767);
+    }
+    for (uint32_t k = 0; k < cols; k++) {
+        quant_unpack(format, row, k / QUANT_GROUP, &group);
+        float d = f16_to_f32(group.d) / unit, m = f16_to_f32(group.m) / unit;
+        int32_t s = (int32_t)rintf(d), c = (int32_t)rintf(m);
+        if (format->scales >= QUANT_SUPER_MIN) {
+            s = ((int32_t)rintf(d * 128) * group.sc[format->scales == QUANT_SUPER_16 ? k / 16 % 2 : 0] + 64) >> 7;
+            c = ((int32_t)rintf(m * -128) * group.mn + 64) >> 7;
+        }
+        w[k] = s * group.q[k % QUANT_GROUP] + (format->offset ? -(int32_t)format->offset * s : c);
+    }
+    return unit;
+}
+
 /* The int16 product by its definition, to the bit: plain integers, then one product and the bias in f32. */
 static void check_against_int16(const struct quant_format *format, const uint8_t *rows, uint32_t cols, const float *x,
                                 const float *bias, const float *out)
 {
     static int32_t w[MAX_K];
-    size_t row_bytes = quant_row_bytes(format, cols);
     for (uint32_t n = 0; n < N; n++) {
-        float scales[MAX_K / QUANT_GROUP][2], most = 0;
-        struct quant_group group;
-        for (uint32_t g = 0; g < cols / QUANT_GROUP; g++) {
-            quant_unpack(format, rows + n * row_bytes, g, &group);
-            float d = f16_to_f32(group.d), m = f16_to_f32(group.m);
-            scales[g][0] = format->scales == QUANT_SUPER_MIN ? d * (float)group.sc[0] : d;
-            scales[g][1] = format->scales == QUANT_SUPER_MIN ? -(m * (float)group.mn)
-                           : format->scales == QUANT_SCALE   ? -8 * d
-                                                             : m;
-            most = fmaxf(most, fmaxf(fabsf(scales[g][1]), fabsf(15 * scales[g][0] + scales[g][1])));
-        }
-        float unit = most / 32600;
-        for (uint32_t k = 0; k < cols; k++) {
-            quant_unpack(format, rows + n * row_bytes, k / QUANT_GROUP, &group);
-            int32_t s = (int32_t)rintf(scales[k / QUANT_GROUP][0] / unit);
-            int32_t c = format->scales == QUANT_SCALE ? -8 * s : (int32_t)rintf(scales[k / QUANT_GROUP][1] / unit);
-            w[k] = s * group.q[k % QUANT_GROUP] + c;
-        }
+        float unit = int16_weights(format, rows + n * quant_row_bytes(format, cols), cols, w);
         for (uint32_t m = 0; m < MOST_ROWS; m += 31) {
             float amax = 0;
             for (uint32_t k = 0; k < cols; k++)
@@ -224,12 +235,12 @@ static void multiply(struct cpu_backend *cpu, const struct quant_format *format,
 
 static bool covers_int16(const struct quant_format *format)
 {
-    return format->bits == 4;
+    return format->bits >= 4 && format->bits <= 6;
 }
 
 static void check_rows(const struct quant_format *format, bool int16, uint32_t cols, float *first_isa)
 {
-    static const uint32_t counts[] = {1, 2, 3, 4, 5, 6, 8, 14, 15, 16, 17, 22, 31, 32, 33, 40, 41, 128};
+    static const uint32_t counts[] = {1, 2, 3, 4, 5, 6, 8, 9, 14, 15, 16, 17, 22, 31, 32, 33, 40, 41, 128};
     static float x[MOST_ROWS * MAX_K], whole[MOST_ROWS * N], part[MOST_ROWS * N], bias[N];
     uint8_t *rows = random_rows(format, N, cols);
     for (size_t i = 0; i < (size_t)MOST_ROWS * cols; i++)
@@ -285,7 +296,7 @@ static void test_matmul_is_right_and_row_invariant_in_every_format(void **unused
 static void test_matmul_of_the_largest_codes_does_not_overflow(void **unused)
 {
     enum { COLS = 512, ROWS = 8 };
-    static float x[ROWS * COLS], first[ROWS * N], out[ROWS * N], bias[N];
+    static float x[ROWS * COLS], first[2][ROWS * N], out[ROWS * N], bias[N];
     for (size_t i = 0; i < (size_t)ROWS * COLS; i++)
         x[i] = i / COLS % 2 ? -3 : 3;
     for (size_t f = 0; quant_at(f); f++) {
@@ -303,16 +314,17 @@ static void test_matmul_of_the_largest_codes_does_not_overflow(void **unused)
             memset(rows + b, format->bits == 8 ? 0x80 : 0xff, format->block_bytes);
             memcpy(at, scale, n_scale);
         }
-        for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
-            struct cpu_backend *cpu = open_arithmetic(isas[i], "int8", 1);
+        for (size_t i = 0; i < 2 * sizeof isas / sizeof *isas; i++) {
+            const char *isa = isas[i / 2];
+            struct cpu_backend *cpu = open_arithmetic(isa, i % 2 ? "int16" : "int8", 1);
             if (!cpu)
                 continue;
             multiply(cpu, format, rows, bias, COLS, x, ROWS, out, false);
             close_backend(cpu);
-            if (i == 0)
-                memcpy(first, out, sizeof first);
-            if (memcmp(first, out, sizeof first))
-                fail_msg("%s %s: %g, %s has %g", isas[i], format->name, (double)out[0], isas[0], (double)first[0]);
+            if (i < 2)
+                memcpy(first[i], out, sizeof out);
+            if (memcmp(first[i % 2], out, sizeof out))
+                fail_msg("%s %s: %g, %s has %g", isa, format->name, (double)out[0], isas[0], (double)first[i % 2][0]);
         }
         free(rows);
     }
