@@ -27,7 +27,7 @@ struct row_place {
 };
 
 /* Forms of its input that a matrix may read, as bits. */
-enum acts_form { ACTS_FLOATS = 1, ACTS_INT8 = 2, ACTS_INT16 = 4, ACTS_ROWS8 = 8, ACTS_ROWS16 = 16 };
+enum acts_form { ACTS_FLOATS = 1, ACTS_INT8 = 2, ACTS_INT16 = 4, ACTS_ROWS8 = 8, ACTS_ROWS16 = 16, ACTS_W4A16 = 32 };
 
 struct cpu_backend {
     struct backend base;
@@ -77,7 +77,9 @@ static inline enum acts_form cpu_acts_form(const struct cpu_backend *cpu, const 
         return ACTS_ROWS16;
     if (panels->scales == QUANT_FLOAT)
         return ACTS_FLOATS;
-    return panels_int16(panels) || panels_w4a16(panels) ? ACTS_INT16 : ACTS_INT8;
+    if (panels_w4a16(panels))
+        return ACTS_W4A16;
+    return panels_int16(panels) ? ACTS_INT16 : ACTS_INT8;
 }
 
 /* 64-byte aligned, n bytes rounded up; NULL when memory is out. */

@@ -203,6 +203,7 @@ static int grow_acts(struct cpu_backend *cpu, const struct panels *panels, struc
     case ACTS_INT8:
         return grow_int8_acts(cpu, most, panels->cols, err);
     case ACTS_INT16:
+    case ACTS_W4A16:
         return grow_int16_acts(cpu, most, panels->cols, err);
     case ACTS_ROWS8:
         return grow_rows8(cpu, most, panels->cols, err);

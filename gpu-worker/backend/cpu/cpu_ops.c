@@ -319,9 +319,12 @@ struct input_job {
 
 static void quantize_rows(const struct cpu_backend *cpu, uint32_t forms, const struct acts *acts, uint32_t first, uint32_t end)
 {
+    bool words = cpu->kernels.quantize_words && acts->rows >= cpu->kernels.words_from && acts->rows <= ACTS_TILE;
     if (forms & ACTS_INT8)
         cpu->kernels.quantize(acts, first, end);
-    if (forms & ACTS_INT16)
+    if (forms & ACTS_INT16 && words)
+        cpu->kernels.quantize_words(acts, first, end);
+    if (forms & ACTS_W4A16 || (forms & ACTS_INT16 && !words))
         cpu->kernels.quantize_int16(acts, first, end);
     if (forms & ACTS_ROWS8)
         cpu->kernels.quantize_rows8(acts, first, end);
@@ -397,7 +400,8 @@ static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint3
                        thread_pool_item item)
 {
     struct thread_pool *pool = job->cpu->pool;
-    uint32_t row_bytes = job->cpu->acts.cols * (forms & ACTS_FLOATS ? 4 : forms & (ACTS_INT16 | ACTS_ROWS16) ? 2 : 1);
+    uint32_t wide = ACTS_INT16 | ACTS_W4A16 | ACTS_ROWS16;
+    uint32_t row_bytes = job->cpu->acts.cols * (forms & ACTS_FLOATS ? 4 : forms & wide ? 2 : 1);
     uint32_t pass = PASS_BYTES / row_bytes / ACTS_TILE * ACTS_TILE;
     pass = pass > most ? most : pass < ACTS_TILE ? ACTS_TILE : pass;
     uint32_t passes = (n + pass - 1) / pass;

@@ -205,8 +205,8 @@ V_INLINE int32_t w4a16_row_sum(const struct acts *a, size_t at, uint32_t height,
 {
     int32_t high = 0, low = 0;
     for (uint32_t b = 0; b < blocks; b++, at += height) {
-        high += (int16_t)a->high_sum[at];
-        low += (int16_t)a->low_sum[at];
+        high += (int16_t)a->high_sum[at] + (a->high_sum[at] >> 16);
+        low += (int16_t)a->low_sum[at] + (a->low_sum[at] >> 16);
     }
     return high * 256 + low;
 }

@@ -300,14 +300,6 @@ static void quantize_planes(const struct acts *a, uint32_t first, uint32_t end)
     }
 }
 
-static void quantize(const struct acts *a, uint32_t first, uint32_t end)
-{
-    bool words = a->rows >= LEAST_ROWS && a->rows <= ACTS_TILE;
-    (words ? int16_words_quantize : quantize_planes)(a, first, end);
-}
-
-/* ---- */
-
 #define AMX_PANEL(name, bits, scales)                                                                                            \
     static void name(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,                     \
                      const struct panel_store *store)                                                                            \
@@ -324,7 +316,9 @@ AMX_PANEL(panel_super16_6, 6, QUANT_SUPER_16)
 
 void int16_amx(struct kernels *out)
 {
-    out->quantize_int16 = quantize;
+    out->quantize_int16 = quantize_planes;
+    out->quantize_words = int16_words_quantize;
+    out->words_from = LEAST_ROWS;
     out->int16_sums_below = LEAST_ROWS;
     out->panel[PANEL_INT16_SCALE_4] = panel_scale_4;
     out->panel[PANEL_INT16_SCALE_5] = panel_scale_5;

@@ -14,6 +14,9 @@ struct kernels {
     void (*quantize_rows8)(const struct acts *a, uint32_t first, uint32_t end);
     /* Rows to BF16, which this set multiplies with BF16 weights; NULL: it multiplies the rows as they are. */
     void (*round_rows16)(const struct acts *a, uint32_t first, uint32_t end);
+    /* The form that INT16 kinds read where there are words_from to ACTS_TILE rows; NULL: the planes always. */
+    void (*quantize_words)(const struct acts *a, uint32_t first, uint32_t end);
+    uint32_t words_from;
     uint32_t int16_sums_below; /* rows: the kernels of INT16 for fewer read sums of groups; see struct acts */
     /* Panel p times rows first..end (first a multiple of ACTS_TILE). */
     void (*panel[PANEL_KINDS])(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,

@@ -211,7 +211,7 @@ static bool pack_int16_row(const struct panels *panels, const struct quant_forma
         uint8_t *cell = panel + int16_cell_offset(panels->bits, panels->scales, b);
         pack_int16_scales(panels, &groups[b], unit, b % QUANT_SUPER_GROUPS == 0, r, cell);
         panel_pack_codes(panels->bits, groups[b].q, r % 16,
-                   cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
+                         cell + panel_head_bytes(panels->scales) + r / 16 * panel_half_bytes(panels->bits));
     }
     return true;
 }
