@@ -28,13 +28,16 @@ static inline float bf16_to_f32(uint16_t h)
     return bits_f32((uint32_t)h << 16);
 }
 
-/* Exponent and mantissa are moved up as they are; the multiplication by 2^112 then sets the exponent right, subnormals included.
+/* Exponent and mantissa are moved up as they are; the multiplication by 2^112 then sets the exponent right. It would of subnormals
+ * as well, but an operation on those takes a hundred cycles, and scales often are.
  */
 static inline float f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
     if (rest >= 0x0f800000u) /* infinity or NaN */
         return bits_f32(sign | 0x7f800000u | (rest & 0x7fffffu));
+    if (rest < 0x00800000u)
+        return bits_f32(sign | f32_bits((float)(h & 0x3ff) * 0x1p-24f));
     return bits_f32(sign | f32_bits(bits_f32(rest) * 0x1p112f));
 }
 

@@ -171,7 +171,7 @@ static float int16_unit(const struct quant_format *format, const struct quant_gr
 
 static void put_int16(uint8_t *at, uint32_t r, float units)
 {
-    int16_t x = (int16_t)rintf(units);
+    int16_t x = (int16_t)lrintf(units); /* an instruction, unlike rintf */
     memcpy(at + 2 * r, &x, 2);
 }
 
