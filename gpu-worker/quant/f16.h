@@ -28,8 +28,8 @@ static inline float bf16_to_f32(uint16_t h)
     return bits_f32((uint32_t)h << 16);
 }
 
-/* Exponent and mantissa are moved up as they are; the multiplication by 2^112 then sets the exponent right. It would of subnormals
- * as well, but an operation on those takes a hundred cycles, and scales often are.
+/* Exponent and mantissa are moved up as they are; the multiplication by 2^112 then sets the exponent right. It would of
+ * subnormals as well, but an operation on those takes a hundred cycles, and scales often are.
  */
 static inline float f16_to_f32(uint16_t h)
 {
