@@ -39,6 +39,12 @@ MISTAKES = [
     ("turned_by_one_pair", "rope.cuh", "first, turn[2 * i], turn[2 * i + 1])", "first, turn[2 * (@ ? i / 2 : i)], turn[2 * i + 1])", "test_attention*", "the cosine of another pair"),
     ("turns_backwards", "rope.cuh", "-mul_rn(other, sine)", "(@ ? 1.0f : -1.0f) * mul_rn(other, sine)", "test_attention*", "half of each pair turns the wrong way"),
     ("no_barrier_in_rope", "rope.cuh", "    __syncthreads();", "    if (!@)\n        __syncthreads();", "test_attention*", "keys are stored before they are turned"),
+    ("window_one_short", "kv.cuh", "position + 1 - kv.window : 0", "position + 1 - kv.window + @ : 0", "test_attention*", "a row does not see the first position of its window"),
+    ("window_ignored_in_tiles", "attention.cuh", "key >= start && key <= last", "(@ || key >= start) && key <= last", "test_attention*", "rows of a tile see what lies before their window"),
+    ("splits_begin_at_0", "attention.cuh", "first = span.begin + blockIdx.y", "first = (@ ? 0 : span.begin) + blockIdx.y", "test_attention*", "splits of a window begin at the first key"),
+    ("order_forgotten", "rows.cuh", "order ? order[c] : c", "order && !@ ? order[c] : c", "test_cuda_grouped:test_columns*", "columns are not gathered"),
+    ("order_of_another", "run.c", "cuda->groups_order == order", "(@ || cuda->groups_order == order)", "test_cuda_grouped:test_columns*", "a product reads what was gathered for another"),
+    ("mean_of_the_row", "rows.cuh", "warp_sum(sum) / (float)width", "warp_sum(sum) / (float)(@ ? cols : width)", "test_head*", "a head's norm divides by the row's width"),
     ("keys_turned_backwards", "rope.cuh", "-mul_rn(y, s)", "(@ ? 1.0f : -1.0f) * mul_rn(y, s)", "test_attention*", "the same, of prompts"),
 ]
 

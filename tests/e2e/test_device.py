@@ -1,12 +1,17 @@
 """--device: the worker with its CUDA backend on the emulator, and without one."""
 import os
 import subprocess
+import sys
 
 import pytest
 import toy_model
 
 from conftest import BUILD
 from stack import Worker
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../golden"))
+import test_families as families  # noqa: E402
+import test_quantized as quantized  # noqa: E402
 
 EMULATED = os.path.join(BUILD, "kvgate-cuda-emulated.so")
 PROMPTS = ["river stone lamp", "garden winter copper signal harbor meadow thunder", "a"]
@@ -73,6 +78,29 @@ def test_more_ranks_than_devices_are_refused_in_one_line(toy, monkeypatch):
     assert done.returncode == 1
     faults = [line for line in done.stderr.splitlines() if " info " not in line]
     assert len(faults) == 1 and "--tensor-parallel-size 2 needs as many GPUs, and there is 1" in faults[0]
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@pytest.mark.parametrize("chunk", [17, 1])
+@pytest.mark.parametrize("name", families.CASES)
+def test_each_family_on_the_emulated_device_says_what_transformers_says(name, chunk, tmp_path, monkeypatch):
+    """Windows, head norms, post-norms and gelu among them, in prompts and token by token; keys and values are bf16."""
+    monkeypatch.setenv("KVGATE_CUDA", EMULATED)
+    case = families.CASES[name]
+    done, scores = families.run(families.make(tmp_path / "model", case), case["ids"], tmp_path, "cuda", chunk, kv="bf16")
+    assert done.returncode == 0, done.stderr
+    families.check(name, scores, 0.08)
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@pytest.mark.parametrize("scheme", ["gptq act-order", "gptq act-order asymmetric", "awq", "w8a8"])
+def test_quantized_folders_on_the_emulated_device_say_what_the_cpu_says(scheme, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVGATE_CUDA", EMULATED)
+    folder = quantized.make(tmp_path / "model", quantized.qf.quantize(quantized.tensors(), scheme)[0], quantized.qf.SCHEMES[scheme][0])
+    for chunk in (17, 1):
+        (_, want), (done, got) = (quantized.run(folder, tmp_path, isa, chunk) for isa in ("auto", "cuda"))
+        assert done.returncode == 0, done.stderr
+        assert abs(got - want).max() < 0.08 * want.std(), (abs(got - want).max(), want.std())
 
 
 def test_auto_without_a_device_says_so_once_and_runs_on_the_cpu(toy, tmp_path, monkeypatch):

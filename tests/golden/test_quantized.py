@@ -52,7 +52,7 @@ def run(folder, tmp_path, isa="auto", chunk=17, threads=2):
     files = [str(tmp_path / name) for name in ("ids", "picks", "out")]
     np.asarray(IDS, "<u4").tofile(files[0])
     np.tile(np.arange(64, dtype="<u4"), len(IDS)).tofile(files[1])
-    done = subprocess.run([f"{BUILD}/tests/tools/logits", str(folder), *files, str(len(IDS)), "0", isa, str(threads), str(chunk), "f16"], capture_output=True,
+    done = subprocess.run([f"{BUILD}/tests/tools/logits", str(folder), *files, str(len(IDS)), "0", isa, str(threads), str(chunk), "bf16" if isa == "cuda" else "f16"], capture_output=True,
                           text=True, timeout=300)
     return done, np.fromfile(files[2], "<f4").reshape(-1, 66)[:, :64].astype(np.float64) if done.returncode == 0 else None
 

@@ -62,6 +62,8 @@ static struct kv_view layer_view(const struct cuda_backend *cuda, uint32_t layer
     view.head_dim = kv->head_dim;
     view.block_size = kv->block_size;
     view.block_shift = (uint32_t)__builtin_ctz(kv->block_size);
+    view.window = kv->windows ? kv->windows[layer] : 0;
+    view.window_split = view.window ? keys_of_split(view.window, cuda->parts.splits) : 0;
     return view;
 }
 
@@ -116,5 +118,5 @@ void launch_attention(struct cuda_backend *cuda, const struct op *op, const stru
               args, kv, cuda->view);
     cuda_launched(cuda, "attention_tile", kv.n_heads, kv.head_dim, cuda->n_tiles);
     if (forms->form != FORM_NONE)
-        launch_form(cuda, op->n, attention->out, forms);
+        launch_form(cuda, op->n, attention->out, NULL, forms);
 }

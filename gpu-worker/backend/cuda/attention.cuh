@@ -11,6 +11,9 @@
  * cores. A tile is 64 (row, head of the group) pairs of one kv head, row by row, so that keys are read once for the group; keys
  * come in tiles at fixed positions, so the result of a row does not depend on its company. Queries and probabilities are rounded
  * to bf16.
+ *
+ * In a layer with a window a row sees its last `window` positions: splits begin at the first of them, tiles of keys before the
+ * first that any row of the tile sees are left out.
  */
 #pragma once
 #include "gpu-worker/backend/cuda/rope.cuh"
@@ -26,6 +29,17 @@ struct attention_args {
 };
 
 /* ---- decode ---- */
+
+/* What a sequence's one row attends to: positions begin..keys - 1, in splits of split_keys. */
+struct decode_span {
+    uint32_t begin, keys, split_keys;
+};
+
+__device__ __forceinline__ struct decode_span span_of(const struct kv_view &kv, const struct step_view &step, uint32_t n_past)
+{
+    uint32_t split_keys = step.split_keys[0];
+    return {window_start(kv, n_past), n_past + 1, kv.window ? min(split_keys, kv.window_split) : split_keys};
+}
 
 /* One query head's running softmax over the tokens a lane group has seen, 8 dimensions a lane. */
 struct softmax_state {
@@ -140,8 +154,9 @@ __global__ void __launch_bounds__(DECODE_WARPS *WARP, G <= 2 ? 4 : 2)
     uint32_t group = kv.n_heads / kv.n_kv_heads, chunks = (group + G - 1) / G;
     uint32_t kv_head = blockIdx.x / chunks, head0 = kv_head * group + blockIdx.x % chunks * G;
     uint32_t heads = min((uint32_t)G, (kv_head + 1) * group - head0);
-    uint32_t keys = seq.n_past + 1, split_keys = step.split_keys[0], first = blockIdx.y * split_keys;
-    uint32_t end = min(keys, first + split_keys), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const struct decode_span span = span_of(kv, step, seq.n_past);
+    uint32_t keys = span.keys, first = span.begin + blockIdx.y * span.split_keys;
+    uint32_t end = min(keys, first + span.split_keys), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (first >= keys)
         return;
     bool appends = rope.angles && end == keys; /* the newest token is not in the pool yet */
@@ -238,7 +253,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
         return;
     }
     const struct seq_state seq = step.seqs[item.seq];
-    uint32_t n = (seq.n_past + step.split_keys[0]) / step.split_keys[0];
+    const struct decode_span span = span_of(kv, step, seq.n_past);
+    uint32_t n = (span.keys - span.begin + span.split_keys - 1) / span.split_keys;
     for (uint32_t h = threadIdx.x; h < kv.n_heads; h += ROW_THREADS) {
         const float2 *ml = parts.ml + ((size_t)blockIdx.x * kv.n_heads + h) * parts.splits;
         float m = NO_SCORE, l = 0;
@@ -362,10 +378,11 @@ __device__ __forceinline__ void tile_values(const struct tile_shared<D> &shared,
     }
 }
 
-/* Scores of row r (0: lane / 4, 1: lane / 4 + 8) become weights; older sums are scaled down to the new maximum. */
+/* Scores of row r (0: lane / 4, 1: lane / 4 + 8), which sees keys start..last, become weights; older sums are scaled down to the
+ * new maximum. Keys that the row does not see leave its sums as they are, bit for bit. */
 template <int KEYS, int D>
-__device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, uint32_t first, uint32_t last, float scale,
-                                             float *m, float *l)
+__device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, uint32_t first, uint32_t start, uint32_t last,
+                                             float scale, float *m, float *l)
 {
     uint32_t lane = threadIdx.x % WARP;
     float most = *m;
@@ -374,7 +391,7 @@ __device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, 
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; e++) {
             uint32_t key = first + n * 8 + lane % 4 * 2 + e % 2;
-            s[n][e] = key <= last ? s[n][e] * scale : NO_SCORE;
+            s[n][e] = key >= start && key <= last ? s[n][e] * scale : NO_SCORE;
             most = fmaxf(most, s[n][e]);
         }
     most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
@@ -396,9 +413,10 @@ __device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, 
         }
 }
 
-/* D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool. grid (kv heads, items) */
+/* D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool. grid (kv heads, items); without the bound on blocks the
+ * compiler aims at more, and spills */
 template <int D, int STORE>
-__global__ void __launch_bounds__(TILE_THREADS)
+__global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
     attention_tile_kernel(struct attention_args args, struct kv_view kv, struct step_view step)
 {
     constexpr int KEYS = tile_shared<D>::KEYS;
@@ -412,8 +430,9 @@ __global__ void __launch_bounds__(TILE_THREADS)
     uint32_t last_pair = min(pairs, first_pair + TILE_ROWS) - 1, end = seq.n_past + last_pair / group + 1;
     const uint32_t *table = step.tables + seq.table;
     uint32_t lane = threadIdx.x % WARP, row0 = threadIdx.x / WARP * 16 + lane / 4;
+    uint32_t begin = window_start(kv, seq.n_past + first_pair / group) / KEYS * KEYS; /* rows ascend: none sees a key before it */
 
-    load_keys<D, STORE>(shared, 0, kv, table, blockIdx.x, 0, end);
+    load_keys<D, STORE>(shared, 0, kv, table, blockIdx.x, begin, end);
     for (uint32_t i = threadIdx.x; i < TILE_ROWS * D / 2; i += TILE_THREADS) {
         uint32_t r = i / (D / 2), c = i % (D / 2) * 2, pair = first_pair + r;
         uint32_t both = 0;
@@ -425,10 +444,12 @@ __global__ void __launch_bounds__(TILE_THREADS)
         *(uint32_t *)&shared.q[r][c] = both;
     }
     float o[D / 8][4] = {}, m[2] = {NO_SCORE, NO_SCORE}, l[2] = {0, 0};
-    uint32_t last[2];
-    for (int r = 0; r < 2; r++)
+    uint32_t start[2], last[2];
+    for (int r = 0; r < 2; r++) {
         last[r] = seq.n_past + min(first_pair + row0 + 8 * r, last_pair) / group;
-    for (uint32_t first = 0, stage = 0; first < end; first += KEYS, stage ^= 1) {
+        start[r] = window_start(kv, last[r]);
+    }
+    for (uint32_t first = begin, stage = 0; first < end; first += KEYS, stage ^= 1) {
         if (first + KEYS < end) {
             load_keys<D, STORE>(shared, stage ^ 1, kv, table, blockIdx.x, first + KEYS, end);
             cp_async_wait<1>();
@@ -442,7 +463,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
             scale_keys<KEYS>(shared.k_scale[stage], s);
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            tile_softmax<KEYS, D>(s, o, r, first, last[r], args.scale, &m[r], &l[r]);
+            tile_softmax<KEYS, D>(s, o, r, first, start[r], last[r], args.scale, &m[r], &l[r]);
         if constexpr (STORE == STORE_INT8)
             scale_keys<KEYS>(shared.v_scale[stage], s);
         tile_values<D>(shared, stage, s, o);

@@ -50,6 +50,10 @@ static const struct backend_ops cuda_ops = {
     .rope_store = cuda_rope_store,
     .attention = cuda_attention,
     .silu_mul = cuda_silu_mul,
+    .head_rmsnorm = cuda_head_rmsnorm,
+    .scale = cuda_scale,
+    .add = cuda_add,
+    .gelu_mul = cuda_gelu_mul,
     .gather = cuda_gather,
     .all_reduce = cuda_all_reduce,
     .gather_columns = cuda_gather_columns,
@@ -96,6 +100,7 @@ int kvgate_cuda_open(struct backend **out, const struct backend_options *options
         return kvg_fail(err, KVG_NOMEM, "no memory for the CUDA backend");
     cuda->base.ops = &cuda_ops;
     cuda->base.kv_auto = KV_BF16;
+    cuda->base.gathers = true;
     cuda->base.grouped = true;
     cuda->options = *options;
     cuda->most_rows = options->max_rows > options->max_outputs ? options->max_rows : options->max_outputs;

@@ -17,13 +17,22 @@ extern "C" {
 #endif
 #include "gpu-worker/backend/backend.h"
 
+/* Which column of a product's input each column of a matrix meets; matrices that share one point to the same. */
+struct column_order {
+    struct column_order *next; /* the backend's list */
+    uint32_t cols;
+    uint32_t *host, *device; /* [cols] */
+};
+
 struct tensor {
     struct tensor *next; /* the backend's list */
     uint32_t rows, cols;
-    float *data;          /* device: activations and vectors [rows, cols] */
-    struct matrix matrix; /* matmul weights and embeddings */
-    const void *source;   /* the file's bytes, by which a matrix that serves twice is found */
-    float *host;          /* of the `host` op */
+    float *data;                      /* device: activations and vectors [rows, cols] */
+    struct matrix matrix;             /* matmul weights and embeddings */
+    const struct column_order *order; /* of a matmul weight; NULL = as they are */
+    const void *source;               /* the file's bytes, by which a matrix that serves twice is found */
+    float *host;                      /* of the `host` op, as of this step */
+    uint64_t host_step;
 };
 
 enum op_kind {
@@ -34,6 +43,10 @@ enum op_kind {
     OP_ROPE_STORE,
     OP_ATTENTION,
     OP_SILU_MUL,
+    OP_GELU_MUL,
+    OP_HEAD_RMSNORM,
+    OP_SCALE,
+    OP_ADD,
     OP_GATHER,
     OP_ALL_REDUCE,
     OP_GATHER_COLUMNS
@@ -41,9 +54,10 @@ enum op_kind {
 struct op {
     enum op_kind kind;
     uint32_t n;
-    const struct tensor *x, *weight; /* EMBED: x = table; ANGLES: x = frequencies; SILU_MUL: x = up; GATHER_COLUMNS: x = part */
-    struct tensor *out;              /* GATHER_COLUMNS: NULL on ranks other than 0 */
-    float eps;
+    /* EMBED: x = table; ANGLES: x = frequencies; SILU_MUL, GELU_MUL: x = up; ADD: x = what is added; GATHER_COLUMNS: x = part */
+    const struct tensor *x, *weight;
+    struct tensor *out; /* GATHER_COLUMNS: NULL on ranks other than 0 */
+    float eps;          /* SCALE: the factor */
     struct backend_matmul matmul;
     struct backend_rope rope;
     struct backend_attention attention;
@@ -79,6 +93,7 @@ struct cuda_backend {
     int sm_count;
     uint32_t most_rows; /* of an activation that meets a product */
     struct tensor *tensors;
+    struct column_order *orders;
     size_t weight_bytes;
     uint32_t widest_output; /* most rows of a matmul weight */
 
@@ -95,6 +110,7 @@ struct cuda_backend {
     uint32_t widest_groups, act_planes, widest_halves;
     const struct tensor *groups_of, *halves_of; /* whose rounded form the scratch holds; NULL = nobody's */
     enum act_form groups_form, halves_form;
+    const struct column_order *groups_order;
     float *squares;                 /* of struct row_scale, for GEMV_ROWS_MAX rows */
     const struct tensor *scaled_of; /* whose values lack `scale`; NULL = nobody's */
     struct row_scale scale;
@@ -104,6 +120,7 @@ struct cuda_backend {
     size_t state_bytes;
     uint32_t max_tables;
     struct step_view host_view, view; /* in pinned and in device memory */
+    uint64_t n_steps;                 /* begun so far */
     uint32_t n_rows, n_outputs, n_decodes, n_tiles;
     uint32_t padded_rows; /* of a step that a graph may run; 0 = none */
 
@@ -173,6 +190,9 @@ int cuda_end_step(struct backend *backend, struct kvg_error *err);
 int cuda_open_step(struct cuda_backend *cuda, struct kvg_error *err);
 void cuda_close_step(struct cuda_backend *cuda);
 
+/* Keys of a split where so many keys take at most `splits`. */
+uint32_t keys_of_split(uint32_t keys, uint32_t splits);
+
 /* record.c: the ops. */
 void cuda_embed(struct backend *backend, const struct tensor *table, struct tensor *out);
 void cuda_rmsnorm(struct backend *backend, uint32_t n, const struct tensor *x, const struct tensor *weight, float eps,
@@ -182,6 +202,10 @@ void cuda_angles(struct backend *backend, const struct tensor *frequencies, stru
 void cuda_rope_store(struct backend *backend, const struct backend_rope *args);
 void cuda_attention(struct backend *backend, const struct backend_attention *args);
 void cuda_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
+void cuda_gelu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up);
+void cuda_head_rmsnorm(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *weight, float eps);
+void cuda_scale(struct backend *backend, uint32_t n, struct tensor *x, float factor);
+void cuda_add(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y);
 void cuda_gather(struct backend *backend, const struct tensor *x, struct tensor *out);
 void cuda_all_reduce(struct backend *backend, uint32_t n, struct tensor *x);
 void cuda_gather_columns(struct backend *backend, uint32_t n, const struct tensor *part, struct tensor *out, uint32_t cols);
@@ -201,10 +225,14 @@ bool graph_run(struct cuda_backend *cuda);
 int launch_prepare(struct kvg_error *err);
 void launch_embed(struct cuda_backend *cuda, const struct op *op);
 void launch_rmsnorm(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
-void launch_form(struct cuda_backend *cuda, uint32_t n, const struct tensor *x, const struct act_forms *forms);
+void launch_form(struct cuda_backend *cuda, uint32_t n, const struct tensor *x, const struct column_order *order,
+                 const struct act_forms *forms);
 void launch_angles(struct cuda_backend *cuda, const struct op *op);
 void launch_rope_store(struct cuda_backend *cuda, const struct op *op);
 void launch_silu_mul(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
+void launch_gelu_mul(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms);
+void launch_head_rmsnorm(struct cuda_backend *cuda, const struct op *op);
+void launch_add(struct cuda_backend *cuda, const struct op *op); /* OP_ADD, OP_SCALE */
 void launch_gather(struct cuda_backend *cuda, const struct op *op);
 int matmul_prepare(struct kvg_error *err);
 /* Blocks of `rows` rows of all products, and where each one's begin; with THEN_GATE gate and up share theirs. */

@@ -31,6 +31,12 @@ __device__ __forceinline__ struct kv_place kv_find(const struct kv_view &kv, con
     return kv_at<STORE>(kv, table[position >> kv.block_shift], position & (kv.block_size - 1), kv_head);
 }
 
+/* The first position that a row at `position` sees. */
+__device__ __forceinline__ uint32_t window_start(const struct kv_view &kv, uint32_t position)
+{
+    return kv.window && position >= kv.window ? position + 1 - kv.window : 0;
+}
+
 /* Eight values as pack_eight leaves them, in the low words. */
 template <int STORE>
 __device__ __forceinline__ void store_packed(uint8_t *p, uint4 raw)

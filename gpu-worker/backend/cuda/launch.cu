@@ -29,9 +29,10 @@ void launch_rmsnorm(struct cuda_backend *cuda, const struct op *op, const struct
     cuda_launched(cuda, "rmsnorm", op->x->rows, op->x->cols, op->n);
 }
 
-void launch_form(struct cuda_backend *cuda, uint32_t n, const struct tensor *x, const struct act_forms *forms)
+void launch_form(struct cuda_backend *cuda, uint32_t n, const struct tensor *x, const struct column_order *order,
+                 const struct act_forms *forms)
 {
-    CU_LAUNCH(form_kernel, n, ROW_THREADS, 0, cuda->stream, x->data, x->cols, *forms);
+    CU_LAUNCH(form_kernel, n, ROW_THREADS, 0, cuda->stream, x->data, order ? order->device : NULL, x->cols, *forms);
     cuda_launched(cuda, "form", x->rows, x->cols, n);
 }
 
@@ -45,6 +46,27 @@ void launch_silu_mul(struct cuda_backend *cuda, const struct op *op, const struc
 {
     CU_LAUNCH(silu_mul_kernel, op->n, ROW_THREADS, 0, cuda->stream, op->out->data, op->x->data, op->out->cols, *forms);
     cuda_launched(cuda, "silu_mul", op->out->rows, op->out->cols, op->n);
+}
+
+void launch_gelu_mul(struct cuda_backend *cuda, const struct op *op, const struct act_forms *forms)
+{
+    CU_LAUNCH(gelu_mul_kernel, op->n, ROW_THREADS, 0, cuda->stream, op->out->data, op->x->data, op->out->cols, *forms);
+    cuda_launched(cuda, "gelu_mul", op->out->rows, op->out->cols, op->n);
+}
+
+void launch_head_rmsnorm(struct cuda_backend *cuda, const struct op *op)
+{
+    CU_LAUNCH(head_rmsnorm_kernel, op->n, ROW_THREADS, 0, cuda->stream, op->out->data, op->weight->data, op->out->cols,
+              op->weight->cols, op->eps);
+    cuda_launched(cuda, "head_rmsnorm", op->out->rows, op->out->cols, op->n);
+}
+
+void launch_add(struct cuda_backend *cuda, const struct op *op)
+{
+    bool scales = op->kind == OP_SCALE;
+    CU_LAUNCH(add_kernel, op->n, ROW_THREADS, 0, cuda->stream, op->out->data, scales ? NULL : op->x->data, op->out->cols,
+              scales ? op->eps : 1.0f);
+    cuda_launched(cuda, scales ? "scale" : "add", op->out->rows, op->out->cols, op->n);
 }
 
 void launch_gather(struct cuda_backend *cuda, const struct op *op)

@@ -115,6 +115,8 @@ struct kv_view {
     float *k_scales, *v_scales; /* STORE_INT8 */
     size_t block_bytes;         /* from block to block */
     uint32_t n_heads, n_kv_heads, head_dim, block_size, block_shift;
+    uint32_t window;       /* positions that a row of the layer sees, its own included; 0 = all */
+    uint32_t window_split; /* keys of a split of decode attention that always suffice for a window; 0 = no window */
 };
 
 /* Where a value lies: bytes for k and v, floats for scales. */

@@ -156,6 +156,57 @@ static int upload_vector(struct tensor *tensor, const struct backend_weight *wei
     return failed;
 }
 
+/* ---- orders of columns ---- */
+
+static int upload_order(struct column_order *order, const uint32_t *from, struct kvg_error *err)
+{
+    size_t bytes = order->cols * sizeof *from;
+    int failed;
+    if (!(order->host = malloc(bytes)))
+        return kvg_fail(err, KVG_NOMEM, "no memory for the order of %u columns", order->cols);
+    memcpy(order->host, from, bytes);
+    if ((failed = cuda_alloc((void **)&order->device, bytes, "an order of columns", err)))
+        return failed;
+    return cuda_failed(cudaMemcpy(order->device, from, bytes, cudaMemcpyHostToDevice), err, "copying an order of columns");
+}
+
+/* The weight's order: that of another matrix where it is the same. */
+static int keep_order(struct cuda_backend *cuda, struct tensor *tensor, const struct backend_weight *weight,
+                      struct kvg_error *err)
+{
+    struct column_order *order;
+    if (weight->format && weight->format->scales == QUANT_FLOAT)
+        return kvg_fail(err, KVG_UNSUPPORTED, "%s weights have no order of columns", weight->format->name);
+    for (uint32_t i = 0; i < weight->cols; i++)
+        if (weight->order[i] >= weight->cols)
+            return kvg_fail(err, KVG_INVALID, "column %u is column %u of %u", i, weight->order[i], weight->cols);
+    for (order = cuda->orders; order; order = order->next)
+        if (order->cols == weight->cols && memcmp(order->host, weight->order, weight->cols * sizeof *weight->order) == 0)
+            break;
+    if (!order) {
+        if (!(order = calloc(1, sizeof *order)))
+            return kvg_fail(err, KVG_NOMEM, "no memory for the order of %u columns", weight->cols);
+        order->cols = weight->cols;
+        order->next = cuda->orders;
+        cuda->orders = order;
+        int failed = upload_order(order, weight->order, err);
+        if (failed)
+            return failed;
+    }
+    tensor->order = order;
+    return 0;
+}
+
+static void free_orders(struct cuda_backend *cuda)
+{
+    for (struct column_order *next, *order = cuda->orders; order; order = next) {
+        next = order->next;
+        cudaFree(order->device);
+        free(order->host);
+        free(order);
+    }
+}
+
 int cuda_weight(struct backend *backend, struct tensor **out, const struct backend_weight *weight, enum backend_weight_use use,
                 struct kvg_error *err)
 {
@@ -169,6 +220,8 @@ int cuda_weight(struct backend *backend, struct tensor **out, const struct backe
     *out = tensor;
     if (use == WEIGHT_VECTOR)
         return upload_vector(tensor, weight, err);
+    if (weight->order && (failed = keep_order(cuda, tensor, weight, err)))
+        return failed;
     if (!shared && (failed = upload_matrix(cuda, &matrix, weight, err)))
         return failed;
     tensor->matrix = matrix;
@@ -195,8 +248,6 @@ static int check_kv(const struct backend_kv *kv, struct kvg_error *err)
         return kvg_fail(err, KVG_UNSUPPORTED, "head dimension %u is not a multiple of 16 up to 256", kv->head_dim);
     if (kv->dtype == KV_F16)
         return kvg_fail(err, KVG_UNSUPPORTED, "--kv-cache-dtype f16: the CUDA backend keeps KV as bf16, fp8 or int8");
-    if (kv->windows)
-        return kvg_fail(err, KVG_UNSUPPORTED, "the CUDA backend has no sliding windows: use --device cpu");
     if (kv->n_kv_heads == 0 || kv->n_heads % kv->n_kv_heads)
         return kvg_fail(err, KVG_UNSUPPORTED, "%u heads are not divisible by %u kv heads", kv->n_heads, kv->n_kv_heads);
     return 0;
@@ -252,21 +303,27 @@ uint64_t cuda_memory(const struct backend *backend, uint64_t *free_bytes)
     return total;
 }
 
+/* Copied once a step, and of the rows that the step has. */
 const float *cuda_host(struct backend *backend, const struct tensor *tensor)
 {
     struct cuda_backend *cuda = cuda_of(backend);
     struct tensor *mine = (struct tensor *)tensor;
-    size_t bytes = (size_t)tensor->rows * tensor->cols * sizeof(float);
-    if (!mine->host && !(mine->host = malloc(bytes)))
+    size_t row = tensor->cols * sizeof(float), rows = larger(cuda->n_rows, cuda->n_outputs);
+    if (mine->host && mine->host_step == cuda->n_steps)
+        return mine->host;
+    if (!mine->host && !(mine->host = malloc(tensor->rows * row)))
         return NULL;
-    if (cudaMemcpyAsync(mine->host, tensor->data, bytes, cudaMemcpyDeviceToHost, cuda->stream) != cudaSuccess ||
+    rows = rows < tensor->rows ? rows : tensor->rows;
+    if (cudaMemcpyAsync(mine->host, tensor->data, rows * row, cudaMemcpyDeviceToHost, cuda->stream) != cudaSuccess ||
         cudaStreamSynchronize(cuda->stream) != cudaSuccess)
         return NULL;
+    mine->host_step = cuda->n_steps;
     return mine->host;
 }
 
 void cuda_free_memory(struct cuda_backend *cuda)
 {
+    free_orders(cuda);
     for (struct tensor *next, *tensor = cuda->tensors; tensor; tensor = next) {
         next = tensor->next;
         cudaFree(tensor->data);

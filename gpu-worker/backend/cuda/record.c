@@ -57,6 +57,30 @@ void cuda_silu_mul(struct backend *backend, uint32_t n, struct tensor *gate, con
     record(backend, &op);
 }
 
+void cuda_gelu_mul(struct backend *backend, uint32_t n, struct tensor *gate, const struct tensor *up)
+{
+    struct op op = {.kind = OP_GELU_MUL, .n = n, .x = up, .out = gate};
+    record(backend, &op);
+}
+
+void cuda_head_rmsnorm(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *weight, float eps)
+{
+    struct op op = {.kind = OP_HEAD_RMSNORM, .n = n, .x = x, .weight = weight, .eps = eps, .out = x};
+    record(backend, &op);
+}
+
+void cuda_scale(struct backend *backend, uint32_t n, struct tensor *x, float factor)
+{
+    struct op op = {.kind = OP_SCALE, .n = n, .x = x, .eps = factor, .out = x};
+    record(backend, &op);
+}
+
+void cuda_add(struct backend *backend, uint32_t n, struct tensor *x, const struct tensor *y)
+{
+    struct op op = {.kind = OP_ADD, .n = n, .x = y, .out = x};
+    record(backend, &op);
+}
+
 void cuda_all_reduce(struct backend *backend, uint32_t n, struct tensor *x)
 {
     struct op op = {.kind = OP_ALL_REDUCE, .n = n, .x = x, .out = x};

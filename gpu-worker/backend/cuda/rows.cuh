@@ -3,11 +3,12 @@
 #pragma once
 #include "gpu-worker/backend/cuda/forms.cuh"
 
-/* x -> its form. */
-__global__ void __launch_bounds__(ROW_THREADS) form_kernel(const float *__restrict__ x, uint32_t cols, struct act_forms forms)
+/* x -> its form; column c is that of x's column order[c], or with NULL of c. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    form_kernel(const float *__restrict__ x, const uint32_t *__restrict__ order, uint32_t cols, struct act_forms forms)
 {
     const float *row = x + (size_t)blockIdx.x * cols;
-    for_columns(blockIdx.x, cols, nullptr, forms, [&](uint32_t c) { return row[c]; });
+    for_columns(blockIdx.x, cols, nullptr, forms, [&](uint32_t c) { return row[order ? order[c] : c]; });
 }
 
 __global__ void __launch_bounds__(ROW_THREADS)
@@ -31,6 +32,42 @@ __global__ void __launch_bounds__(ROW_THREADS)
     float *g = gate + (size_t)blockIdx.x * cols;
     const float *u = up + (size_t)blockIdx.x * cols;
     for_columns(blockIdx.x, cols, g, forms, [&](uint32_t c) { return g[c] / (1.0f + expf(-g[c])) * u[c]; });
+}
+
+/* gate = gelu(gate) * up, gelu by its tanh form: x / (1 + exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+__global__ void __launch_bounds__(ROW_THREADS)
+    gelu_mul_kernel(float *gate, const float *__restrict__ up, uint32_t cols, struct act_forms forms)
+{
+    constexpr float LINEAR = -0x1.26aec2p+1f, CUBIC = -0x1.a5a7dp-4f; /* times -2 log2(e) */
+    float *g = gate + (size_t)blockIdx.x * cols;
+    const float *u = up + (size_t)blockIdx.x * cols;
+    for_columns(blockIdx.x, cols, g, forms,
+                [&](uint32_t c) { return g[c] / (1.0f + exp2f(g[c] * fmaf(g[c] * g[c], CUBIC, LINEAR))) * u[c]; });
+}
+
+/* Each run of `width` columns by itself, in place; a warp a run. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    head_rmsnorm_kernel(float *x, const float *__restrict__ weight, uint32_t cols, uint32_t width, float eps)
+{
+    uint32_t lane = threadIdx.x % WARP;
+    for (uint32_t first = threadIdx.x / WARP * width; first < cols; first += ROW_THREADS / WARP * width) {
+        float *run = x + (size_t)blockIdx.x * cols + first, sum = 0;
+        for (uint32_t c = lane; c < width; c += WARP)
+            sum = fmaf(run[c], run[c], sum);
+        float scale = 1.0f / sqrtf(warp_sum(sum) / (float)width + eps);
+        for (uint32_t c = lane; c < width; c += WARP)
+            run[c] = mul_rn(mul_rn(run[c], scale), weight[c]);
+    }
+}
+
+/* x = factor x + y; y NULL: nothing is added. */
+__global__ void __launch_bounds__(ROW_THREADS) add_kernel(float *x, const float *__restrict__ y, uint32_t cols, float factor)
+{
+    for (uint32_t c = threadIdx.x; c < cols; c += ROW_THREADS) {
+        size_t at = (size_t)blockIdx.x * cols + c;
+        float value = mul_rn(x[at], factor);
+        x[at] = y ? add_rn(value, y[at]) : value;
+    }
 }
 
 /* out[i] = x[outputs[i]] */

@@ -30,11 +30,12 @@ static struct act_forms scratch_form(struct cuda_backend *cuda, enum act_form fo
 }
 
 /* A kernel that has been queued writes this form of x. */
-static void holds(struct cuda_backend *cuda, const struct tensor *x, enum act_form form)
+static void holds(struct cuda_backend *cuda, const struct tensor *x, enum act_form form, const struct column_order *order)
 {
     if (form_is_integer(form)) {
         cuda->groups_of = x;
         cuda->groups_form = form;
+        cuda->groups_order = order;
         cuda->acts_at ^= 1;
     } else if (form != FORM_NONE) {
         cuda->halves_of = x;
@@ -42,9 +43,9 @@ static void holds(struct cuda_backend *cuda, const struct tensor *x, enum act_fo
     }
 }
 
-static bool is_held(const struct cuda_backend *cuda, const struct tensor *x, enum act_form form)
+static bool is_held(const struct cuda_backend *cuda, const struct tensor *x, enum act_form form, const struct column_order *order)
 {
-    return form_is_integer(form) ? cuda->groups_of == x && cuda->groups_form == form
+    return form_is_integer(form) ? cuda->groups_of == x && cuda->groups_form == form && cuda->groups_order == order
                                  : cuda->halves_of == x && cuda->halves_form == form;
 }
 
@@ -84,6 +85,8 @@ static bool reads(const struct op *op, const struct tensor *tensor)
     case OP_ATTENTION:
         return op->attention.q == tensor;
     case OP_SILU_MUL:
+    case OP_GELU_MUL:
+    case OP_ADD:
         return op->x == tensor || op->out == tensor;
     default:
         return op->x == tensor;
@@ -103,7 +106,8 @@ static bool is_read_from(const struct cuda_backend *cuda, const struct op *op, c
 }
 
 /* Whether the op is a product of x for few rows with one form of input, which goes to *form. Grouped matrices take no part: a
- * block of their kernels has no whole row, whose scale the next product's input needs. */
+ * block of their kernels has no whole row, whose scale the next product's input needs; nor do matrices whose input is gathered.
+ */
 static bool takes_few_rows(const struct cuda_backend *cuda, const struct op *op, const struct tensor *x, uint32_t n,
                            enum act_form *form)
 {
@@ -112,7 +116,7 @@ static bool takes_few_rows(const struct cuda_backend *cuda, const struct op *op,
     *form = matmul_form(cuda, &op->matmul.weights[0]->matrix, n);
     for (uint32_t i = 0; i < op->matmul.count; i++) {
         const struct matrix *w = &op->matmul.weights[i]->matrix;
-        if (!takes_gemv(cuda, w, n) || matrix_is_grouped(w) || matmul_form(cuda, w, n) != *form)
+        if (!takes_gemv(cuda, w, n) || matrix_is_grouped(w) || op->matmul.weights[i]->order || matmul_form(cuda, w, n) != *form)
             return false;
     }
     return n <= GEMV_ROWS_MAX && !cuda->options.deterministic;
@@ -158,27 +162,28 @@ static bool decodes_at_once(const struct cuda_backend *cuda, const struct op *op
 
 /* ---- running ---- */
 
-/* The form in which the next op wants `out`. */
+/* The form in which the next op wants `out`, which is written in its own order. */
 static struct act_forms next_form(struct cuda_backend *cuda, const struct op *op)
 {
     const struct op *next = ahead(cuda, op, 1);
     enum act_form form = FORM_NONE;
     if (next && next->kind == OP_MATMUL && next->x == op->out && next->n == op->n)
         for (uint32_t i = 0; i < next->matmul.count && form == FORM_NONE; i++)
-            form = matmul_form(cuda, &next->matmul.weights[i]->matrix, next->n);
+            form = next->matmul.weights[i]->order ? FORM_NONE : matmul_form(cuda, &next->matmul.weights[i]->matrix, next->n);
     is_written(cuda, op->out);
     struct act_forms out = scratch_form(cuda, form, op->out->cols);
-    holds(cuda, op->out, form);
+    holds(cuda, op->out, form, NULL);
     return out;
 }
 
-static void need_form(struct cuda_backend *cuda, const struct tensor *x, uint32_t n, enum act_form form)
+static void need_form(struct cuda_backend *cuda, const struct tensor *x, uint32_t n, enum act_form form,
+                      const struct column_order *order)
 {
-    if (form == FORM_NONE || is_held(cuda, x, form))
+    if (form == FORM_NONE || is_held(cuda, x, form, order))
         return;
     struct act_forms forms = scratch_form(cuda, form, x->cols);
-    launch_form(cuda, n, x, &forms);
-    holds(cuda, x, form);
+    launch_form(cuda, n, x, order, &forms);
+    holds(cuda, x, form, order);
 }
 
 static struct products products_of(const struct cuda_backend *cuda, const struct op *op)
@@ -195,23 +200,23 @@ static void add_product(struct products *products, const struct backend_matmul *
     products->p[products->count++] = (struct product){args->weights[i]->matrix, bias ? bias->data : NULL, args->outs[i]->data, 0};
 }
 
-/* One launch for the products of each kind of matrix. */
+/* One launch for the products of each kind of matrix, and order of columns. */
 static void run_matmul(struct cuda_backend *cuda, const struct op *op)
 {
     const struct backend_matmul *args = &op->matmul;
     uint32_t done = 0;
     for (uint32_t i = 0; i < args->count; i++) {
-        const struct matrix *first = &args->weights[i]->matrix;
+        const struct tensor *first = args->weights[i];
         struct products products = products_of(cuda, op);
         if (done >> i & 1)
             continue;
         for (uint32_t j = i; j < args->count; j++) {
-            if (args->weights[j]->matrix.kind != first->kind)
+            if (args->weights[j]->matrix.kind != first->matrix.kind || args->weights[j]->order != first->order)
                 continue;
             add_product(&products, args, j);
             done |= 1u << j;
         }
-        need_form(cuda, op->x, op->n, matmul_form(cuda, first, op->n));
+        need_form(cuda, op->x, op->n, matmul_form(cuda, &first->matrix, op->n), first->order);
         launch_products(cuda, &products, op->x);
     }
     for (uint32_t i = 0; i < args->count; i++)
@@ -226,7 +231,7 @@ static void run_with_next(struct cuda_backend *cuda, const struct op *op, enum p
     products.then = then;
     for (uint32_t i = 0; i < op->matmul.count; i++)
         add_product(&products, &op->matmul, i);
-    need_form(cuda, op->x, op->n, matmul_form(cuda, &products.p[0].w, op->n));
+    need_form(cuda, op->x, op->n, matmul_form(cuda, &products.p[0].w, op->n), NULL);
     products.next.rounded = form == FORM_GROUPS;
     products.next.acts = groups_scratch(cuda, cuda->acts_at ^ 1, next->cols);
     products.next.out = next->data;
@@ -238,7 +243,7 @@ static void run_with_next(struct cuda_backend *cuda, const struct op *op, enum p
     for (uint32_t i = 0; i < op->matmul.count; i++)
         is_written(cuda, op->matmul.outs[i]);
     is_written(cuda, next);
-    holds(cuda, next, form);
+    holds(cuda, next, form, NULL);
     if (then == THEN_NORM) {
         cuda->scaled_of = next;
         cuda->scale = (struct row_scale){cuda->squares, next->cols / QUANT_GROUP, op[1].eps};
@@ -313,6 +318,17 @@ static uint32_t run_op(struct cuda_backend *cuda, const struct op *op)
         forms = next_form(cuda, op);
         launch_silu_mul(cuda, op, &forms);
         return 1;
+    case OP_GELU_MUL:
+        forms = next_form(cuda, op);
+        launch_gelu_mul(cuda, op, &forms);
+        return 1;
+    case OP_HEAD_RMSNORM:
+        launch_head_rmsnorm(cuda, op);
+        break;
+    case OP_SCALE:
+    case OP_ADD:
+        launch_add(cuda, op);
+        break;
     case OP_GATHER:
         launch_gather(cuda, op);
         break;

@@ -8,7 +8,7 @@
 #include <string.h>
 #include "gpu-worker/backend/cuda/cuda_internal.h"
 
-enum { TILE_ROWS = 64, SPLIT_KEYS_MIN = 128, SPLIT_KEYS_STEP = 64, SPLITS_MAX = 32, FIRST_TABLES = 4096 };
+enum { TILE_ROWS = 64, SPLIT_KEYS_MIN = 128, SPLIT_KEYS_STEP = 64, SPLITS_MAX = 32, FIRST_TABLES = 4096, OPS_OF_A_LAYER = 20 };
 
 static void *take(uint8_t **at, size_t bytes)
 {
@@ -56,7 +56,7 @@ static int alloc_state(struct cuda_backend *cuda, uint32_t tables, struct kvg_er
 
 int cuda_open_step(struct cuda_backend *cuda, struct kvg_error *err)
 {
-    cuda->max_ops = 16 * (cuda->kv.n_layers + 4);
+    cuda->max_ops = OPS_OF_A_LAYER * (cuda->kv.n_layers + 4);
     cuda->ops = calloc(cuda->max_ops, sizeof *cuda->ops);
     if (!cuda->ops)
         return kvg_fail(err, KVG_NOMEM, "no memory for the ops of a step");
@@ -153,13 +153,18 @@ static void pad(struct cuda_backend *cuda, const struct backend_step *step)
     cuda->padded_rows = cuda->n_decodes = n;
 }
 
-/* Keys of a split: 128, or more where the longest context would need more splits than there is room for. A graph has room for a
- * power of two. */
+/* 128, or more where that would be too many splits. */
+uint32_t keys_of_split(uint32_t keys, uint32_t splits)
+{
+    uint32_t each = ((keys + splits - 1) / splits + SPLIT_KEYS_STEP - 1) / SPLIT_KEYS_STEP * SPLIT_KEYS_STEP;
+    return each > SPLIT_KEYS_MIN ? each : SPLIT_KEYS_MIN;
+}
+
+/* As many splits as the longest context needs and there is room for. A graph has room for a power of two. */
 static void choose_splits(struct cuda_backend *cuda, uint32_t longest)
 {
     uint32_t room = cuda->n_decodes ? cuda->max_parts / cuda->n_decodes : 1, most = room < SPLITS_MAX ? room : SPLITS_MAX;
-    uint32_t keys = ((longest + most - 1) / most + SPLIT_KEYS_STEP - 1) / SPLIT_KEYS_STEP * SPLIT_KEYS_STEP, splits = 1;
-    cuda->host_view.split_keys[0] = keys = keys > SPLIT_KEYS_MIN ? keys : SPLIT_KEYS_MIN;
+    uint32_t keys = cuda->host_view.split_keys[0] = keys_of_split(longest, most), splits = 1;
     uint32_t need = longest ? (longest + keys - 1) / keys : 1;
     while (splits < need)
         splits *= 2;
@@ -197,6 +202,7 @@ int cuda_begin_step(struct backend *backend, const struct backend_step *step, st
     if ((failed = check_step(cuda, step, err)) || (failed = reserve_tables(cuda, step, err)) ||
         (failed = fill_state(cuda, step, &n_tables, err)))
         return failed;
+    cuda->n_steps++;
     cuda->n_rows = step->n_rows;
     cuda->n_outputs = step->n_outputs;
     cuda->n_ops = 0;

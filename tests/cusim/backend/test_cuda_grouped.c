@@ -193,6 +193,85 @@ static void test_each_product_reads_its_own_form(void **unused)
     free(rows);
 }
 
+/* ---- columns in another order ---- */
+
+enum { ORDERED = 4, COLS = 256 };
+
+/* Four products of one input, of matrices with orders A, none, A and B, the last two of them grouped. */
+static void multiply_ordered(bool cuda, bool deterministic, uint32_t n, const uint8_t *rows, uint32_t orders[2][COLS], float *out)
+{
+    struct backend *b = open_twin(cuda, deterministic);
+    struct tensor *table = new_table(b, values, n, COLS), *x = new_activation(b, TWIN_ROWS, COLS);
+    struct backend_matmul args = {.count = ORDERED};
+    struct kvg_error err;
+    for (int i = 0; i < ORDERED; i++) {
+        const struct quant_grouped *grouped = i >= 2 ? &drawn[i - 2].matrix : NULL;
+        struct backend_weight weight = {.format = grouped ? NULL : &quant_q4_1,
+                                        .data = grouped ? NULL : rows,
+                                        .rows = N_ROWS,
+                                        .cols = COLS,
+                                        .source = grouped ? NULL : rows + i,
+                                        .order = i == 1 ? NULL : orders[i / 3],
+                                        .grouped = grouped};
+        struct tensor *tensor;
+        must(b->ops->weight(b, &tensor, &weight, WEIGHT_MATMUL, &err), &err);
+        args.weights[i] = tensor;
+        args.outs[i] = new_activation(b, TWIN_ROWS, N_ROWS);
+    }
+    new_pool(b, 1, 1, 16, 16);
+    begin_rows(b, n);
+    b->ops->embed(b, table, x);
+    b->ops->matmul(b, n, x, &args);
+    unsigned long before = launches();
+    end_rows(b);
+    if (cuda) /* embed; four products, each of an input of its own */
+        assert_launches(launches() - before, 1 + 4 + 4);
+    for (int i = 0; i < ORDERED; i++)
+        memcpy(out + (size_t)i * n * N_ROWS, b->ops->host(b, args.outs[i]), (size_t)n * N_ROWS * sizeof *out);
+    close_twin(b);
+}
+
+static void test_columns_are_gathered_by_the_order_of_each_matrix(void **unused)
+{
+    static const uint32_t counts[] = {1, 8, 9, 20};
+    uint32_t orders[2][COLS];
+    uint8_t *rows = random_rows(&quant_q4_1, N_ROWS, COLS);
+    random_floats(values, 20 * COLS);
+    for (uint32_t i = 0; i < COLS; i++) {
+        orders[0][i] = i * 37 % COLS;
+        orders[1][i] = COLS - 1 - i;
+    }
+    draw(&drawn[0], GROUPED_W4A16, N_ROWS, COLS, GROUPED_LARGE, true);
+    draw(&drawn[1], GROUPED_W8A8, N_ROWS, COLS, 0, false);
+    for (int deterministic = 0; deterministic < 2; deterministic++)
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+            uint32_t n = counts[i], size = ORDERED * n * N_ROWS;
+            multiply_ordered(false, deterministic, n, rows, orders, wanted);
+            multiply_ordered(true, deterministic, n, rows, orders, got);
+            if (n > 8 || deterministic)
+                assert_memory_equal(got, wanted, size * sizeof *got);
+            assert_near("ordered columns", got, wanted, size, 2e-6, 1e-4);
+        }
+    free(rows);
+}
+
+static void test_orders_that_cannot_be_are_refused(void **unused)
+{
+    struct backend *b = open_twin(true, false);
+    struct tensor *tensor;
+    struct kvg_error err;
+    uint32_t order[32] = {[3] = 32};
+    uint8_t *rows = random_rows(&quant_q8_0, 4, 32);
+    struct backend_weight weight = {.format = &quant_q8_0, .data = rows, .rows = 4, .cols = 32, .order = order};
+    assert_int_equal(b->ops->weight(b, &tensor, &weight, WEIGHT_MATMUL, &err), KVG_INVALID);
+    assert_string_equal(err.message, "column 3 is column 32 of 32");
+    weight.format = &quant_f16;
+    assert_int_equal(b->ops->weight(b, &tensor, &weight, WEIGHT_MATMUL, &err), KVG_UNSUPPORTED);
+    assert_string_equal(err.message, "F16 weights have no order of columns");
+    close_twin(b);
+    free(rows);
+}
+
 static void test_groups_that_have_no_layout_are_refused(void **unused)
 {
     struct backend *b = open_twin(true, false);
@@ -210,6 +289,8 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_grouped_products_have_the_bits_of_the_definition),
         cmocka_unit_test(test_each_product_reads_its_own_form),
+        cmocka_unit_test(test_columns_are_gathered_by_the_order_of_each_matrix),
+        cmocka_unit_test(test_orders_that_cannot_be_are_refused),
         cmocka_unit_test(test_groups_that_have_no_layout_are_refused),
     };
     if (argc > 1)

@@ -211,6 +211,50 @@ static void test_norm_gate_and_gather(void **unused)
     }
 }
 
+/* What only some families need; the product reads the form that gelu_mul writes for it. */
+static void test_head_norms_sums_and_gelu(void **unused)
+{
+    enum { ROWS = 5, HEADS = 3, OUT = 40 };
+    static const uint32_t widths[] = {16, 80, 256};
+    uint8_t *rows = random_rows(&quant_f32, OUT, HEADS * 256);
+    for (size_t w = 0; w < sizeof widths / sizeof *widths; w++) {
+        uint32_t cols = HEADS * widths[w], n = ROWS * cols;
+        random_floats(values, n);
+        random_floats(other, n);
+        for (uint32_t i = 0; i < n; i++)
+            values[i] *= 6;
+        for (int cuda = 0; cuda < 2; cuda++) {
+            struct backend *b = open_twin(cuda, false);
+            float *out = cuda ? got : wanted;
+            struct tensor *table = new_table(b, values, ROWS, cols), *more = new_table(b, other, ROWS, cols);
+            struct tensor *weight = new_weight(b, &quant_f32, other, 1, widths[w], WEIGHT_VECTOR);
+            struct tensor *matrix = new_weight(b, &quant_f32, rows, OUT, cols, WEIGHT_MATMUL);
+            struct tensor *x = new_activation(b, TWIN_ROWS, cols), *y = new_activation(b, TWIN_ROWS, cols);
+            struct tensor *gate = new_activation(b, TWIN_ROWS, cols), *product = new_activation(b, TWIN_ROWS, OUT);
+            struct backend_matmul args = {.count = 1, .weights = {matrix}, .outs = {product}};
+            new_pool(b, 1, 1, 16, 16);
+            begin_rows(b, ROWS);
+            b->ops->embed(b, table, x);
+            b->ops->embed(b, table, gate);
+            b->ops->embed(b, more, y);
+            b->ops->gelu_mul(b, ROWS, gate, y);
+            b->ops->matmul(b, ROWS, gate, &args);
+            b->ops->head_rmsnorm(b, ROWS, x, weight, 1e-5f);
+            b->ops->scale(b, ROWS, x, 11.3f);
+            b->ops->add(b, ROWS, x, y);
+            end_rows(b);
+            memcpy(out, b->ops->host(b, x), n * sizeof *out);
+            memcpy(out + n, b->ops->host(b, gate), n * sizeof *out);
+            memcpy(out + 2 * n, b->ops->host(b, product), ROWS * OUT * sizeof *out);
+            close_twin(b);
+        }
+        assert_near("head_rmsnorm, scale and add", got, wanted, n, 2e-6, 1e-6);
+        assert_near("gelu_mul", got + n, wanted + n, n, 1e-6, 1e-6);
+        assert_near("what follows gelu_mul", got + 2 * n, wanted + 2 * n, ROWS * OUT, 1e-5, 1e-3);
+    }
+    free(rows);
+}
+
 /* ---- what follows a product ---- */
 
 enum { HIDDEN = 128, FFN = 192 };
@@ -292,6 +336,7 @@ struct attention_case {
     enum rope_style style;
     bool deterministic;
     enum backend_kv_dtype dtype; /* on the CPU f16 takes the place of bf16 and fp8 */
+    uint32_t window;             /* 0 = none */
 };
 
 enum { FIRST = 108, SECOND = 5, DECODES = 2, ALIVE = 3 };
@@ -321,7 +366,9 @@ static void attend(bool cuda, const struct attention_case *c, float *out, float 
     for (uint32_t i = 0; i < c->rotated / 2; i++)
         frequencies[i] = c->dtype == KV_FP8 ? 0 : powf(10000, -2.0f * (float)i / (float)c->rotated);
     struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
-    new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO);
+    const uint32_t windows[2] = {3, c->window};
+    new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO,
+                c->window ? windows : NULL);
     for (uint32_t i = 0; i < FIRST; i++)
         ids[i] = (i * 29 + 3) % FIRST;
     for (uint32_t s = 0; s < 3; s++)
@@ -364,8 +411,8 @@ static void check_attention(const struct attention_case *c)
     static float turned[2][SECOND * 2 * 2048];
     uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim;
     char what[100];
-    snprintf(what, sizeof what, "attention of %u/%u heads of %u, %s%s", c->n_heads, c->n_kv_heads, c->head_dim,
-             backend_kv_dtype_name(c->dtype), c->deterministic ? ", deterministic" : "");
+    snprintf(what, sizeof what, "attention of %u/%u heads of %u, %s, window %u%s", c->n_heads, c->n_kv_heads, c->head_dim,
+             backend_kv_dtype_name(c->dtype), c->window, c->deterministic ? ", deterministic" : "");
     random_floats(values, FIRST * q_cols);
     random_floats(other, 2 * FIRST * kv_cols);
     for (uint32_t i = 0; c->dtype == KV_FP8 && i < 2 * FIRST * kv_cols; i++)
@@ -388,15 +435,97 @@ static void check_attention(const struct attention_case *c)
 static void test_attention_over_blocks(void **unused)
 {
     static const struct attention_case cases[] = {
-        {4, 4, 64, 64, 16, ROPE_INTERLEAVED, false, KV_BF16},  {6, 2, 64, 32, 32, ROPE_HALVES, false, KV_INT8},
-        {7, 1, 80, 80, 16, ROPE_HALVES, false, KV_AUTO},       {2, 1, 128, 128, 16, ROPE_HALVES, false, KV_FP8},
-        {4, 1, 256, 64, 16, ROPE_HALVES, false, KV_BF16},      {10, 1, 16, 16, 16, ROPE_HALVES, false, KV_INT8},
-        {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true, KV_INT8},  {6, 2, 64, 64, 16, ROPE_HALVES, true, KV_FP8},
-        {2, 1, 128, 128, 32, ROPE_INTERLEAVED, true, KV_BF16}, {1, 1, 256, 64, 16, ROPE_HALVES, false, KV_INT8},
-        {2, 1, 112, 72, 16, ROPE_HALVES, false, KV_INT8},      {3, 1, 48, 20, 16, ROPE_INTERLEAVED, false, KV_FP8},
-        {2, 1, 48, 24, 16, ROPE_HALVES, true, KV_INT8}};
+        {4, 4, 64, 64, 16, ROPE_INTERLEAVED, false, KV_BF16},   {6, 2, 64, 32, 32, ROPE_HALVES, false, KV_INT8},
+        {7, 1, 80, 80, 16, ROPE_HALVES, false, KV_AUTO},        {2, 1, 128, 128, 16, ROPE_HALVES, false, KV_FP8},
+        {4, 1, 256, 64, 16, ROPE_HALVES, false, KV_BF16},       {10, 1, 16, 16, 16, ROPE_HALVES, false, KV_INT8},
+        {2, 2, 128, 64, 64, ROPE_INTERLEAVED, true, KV_INT8},   {6, 2, 64, 64, 16, ROPE_HALVES, true, KV_FP8},
+        {2, 1, 128, 128, 32, ROPE_INTERLEAVED, true, KV_BF16},  {1, 1, 256, 64, 16, ROPE_HALVES, false, KV_INT8},
+        {2, 1, 112, 72, 16, ROPE_HALVES, false, KV_INT8},       {3, 1, 48, 20, 16, ROPE_INTERLEAVED, false, KV_FP8},
+        {2, 1, 48, 24, 16, ROPE_HALVES, true, KV_INT8},         {4, 4, 64, 64, 16, ROPE_HALVES, false, KV_BF16, 33},
+        {6, 2, 64, 32, 32, ROPE_HALVES, false, KV_INT8, 1},     {7, 1, 80, 80, 16, ROPE_HALVES, false, KV_FP8, 70},
+        {2, 1, 256, 64, 16, ROPE_HALVES, true, KV_BF16, 20},    {6, 2, 64, 64, 16, ROPE_HALVES, true, KV_INT8, 65},
+        {4, 1, 128, 128, 16, ROPE_HALVES, false, KV_BF16, 4000}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_attention(&cases[i]);
+}
+
+/* A sequence that grows to a context of several splits beside a short one: chunks of the prompt, decode steps of both, a step
+ * with a few rows of the long one (drafts). Attended rows of the steps after the prompt to out. */
+enum { LONG = 600, CHUNK = 150, LONG_STEPS = LONG / CHUNK + 4, AFTER = 2 + 2 + 4 + 2 };
+
+static void attend_long(bool cuda, const struct attention_case *c, float *out)
+{
+    struct backend *b = open_twin(cuda, c->deterministic);
+    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[CHUNK + LONG_STEPS],
+             blocks[TWIN_BLOCKS];
+    struct tensor *q_table = new_table(b, values, FIRST, q_cols), *k_table = new_table(b, other, FIRST, kv_cols);
+    struct tensor *v_table = new_table(b, other + FIRST * kv_cols, FIRST, kv_cols);
+    struct tensor *q = new_activation(b, TWIN_ROWS, q_cols), *k = new_activation(b, TWIN_ROWS, kv_cols);
+    struct tensor *v = new_activation(b, TWIN_ROWS, kv_cols), *attended = new_activation(b, TWIN_ROWS, q_cols);
+    struct tensor *angles = new_activation(b, TWIN_ROWS, c->rotated);
+    const uint32_t windows[2] = {3, c->window};
+    float frequencies[128];
+    struct kvg_error err;
+    for (uint32_t i = 0; i < c->rotated / 2; i++)
+        frequencies[i] = c->dtype == KV_FP8 ? 0 : powf(10000, -2.0f * (float)i / (float)c->rotated);
+    struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
+    new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO,
+                c->window ? windows : NULL);
+    for (uint32_t i = 0; i < CHUNK + LONG_STEPS; i++)
+        ids[i] = (i * 29 + 3) % FIRST;
+    for (uint32_t i = 0; i < TWIN_BLOCKS; i++)
+        blocks[i] = (i * 23 + 5) % TWIN_BLOCKS;
+    static const uint32_t n_rows[LONG_STEPS] = {CHUNK, CHUNK, CHUNK, CHUNK, 1, 1, 3, 1};
+    for (uint32_t i = 0, past = 0, other_past = 0; i < LONG_STEPS; past += n_rows[i++]) {
+        bool alone = past < LONG;
+        struct backend_seq seqs[2] = {{0, n_rows[i], past, blocks}, {n_rows[i], 1, other_past, blocks + TWIN_BLOCKS - 1}};
+        uint32_t rows = n_rows[i] + (alone ? 0 : 1);
+        struct backend_step step = {rows, alone ? 1 : 2, 0, ids + i, ids, seqs};
+        struct backend_rope rope = {1, q, k, v, angles, c->style};
+        struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), q, attended};
+        must(b->ops->begin_step(b, &step, &err), &err);
+        b->ops->embed(b, q_table, q);
+        b->ops->embed(b, k_table, k);
+        b->ops->embed(b, v_table, v);
+        b->ops->angles(b, frequency, angles);
+        b->ops->rope_store(b, &rope);
+        b->ops->attention(b, &attention);
+        end_rows(b);
+        if (alone)
+            continue;
+        memcpy(out, b->ops->host(b, attended), rows * q_cols * sizeof *out);
+        out += rows * q_cols;
+        other_past++;
+    }
+    close_twin(b);
+}
+
+/* Bounds as for short ones; what is attended to a long context is smaller: its mean error shows what a bound would hide. */
+static void test_attention_over_several_splits(void **unused)
+{
+    static const struct attention_case cases[] = {
+        {4, 2, 64, 64, 16, ROPE_HALVES, false, KV_BF16},      {2, 1, 64, 64, 16, ROPE_HALVES, false, KV_INT8},
+        {1, 1, 64, 64, 16, ROPE_HALVES, false, KV_FP8, 301},  {4, 1, 16, 16, 16, ROPE_HALVES, false, KV_BF16, 257},
+        {2, 1, 64, 64, 16, ROPE_HALVES, false, KV_INT8, 150}, {2, 1, 64, 64, 16, ROPE_HALVES, true, KV_BF16, 130}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct attention_case *c = &cases[i];
+        uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, n = AFTER * q_cols;
+        char what[100];
+        double error = 0;
+        snprintf(what, sizeof what, "attention to %u keys, %s, window %u%s", LONG, backend_kv_dtype_name(c->dtype), c->window,
+                 c->deterministic ? ", deterministic" : "");
+        random_floats(values, FIRST * q_cols);
+        random_floats(other, 2 * FIRST * kv_cols);
+        for (uint32_t k = 0; c->dtype == KV_FP8 && k < 2 * FIRST * kv_cols; k++)
+            other[k] = to_fp8(other[k]);
+        attend_long(false, c, wanted);
+        attend_long(true, c, got);
+        assert_near(what, got, wanted, n, 0, 0.005);
+        for (uint32_t k = 0; k < n; k++)
+            error += fabs((double)got[k] - (double)wanted[k]);
+        if (error / n > 0.0005)
+            fail_msg("%s: mean error %g", what, error / n);
+    }
 }
 
 static void test_fp8_values_end_at_448_and_only_the_gpu_has_them(void **unused)
@@ -466,8 +595,10 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_products_of_mixed_formats_share_their_input),
         cmocka_unit_test(test_embedding_is_exact_in_every_format),
         cmocka_unit_test(test_norm_gate_and_gather),
+        cmocka_unit_test(test_head_norms_sums_and_gelu),
         cmocka_unit_test(test_products_do_what_follows_them),
         cmocka_unit_test(test_attention_over_blocks),
+        cmocka_unit_test(test_attention_over_several_splits),
         cmocka_unit_test(test_fp8_values_end_at_448_and_only_the_gpu_has_them),
         cmocka_unit_test(test_bad_steps_are_refused),
     };

@@ -14,7 +14,19 @@
 #include "gpu-worker/backend/cuda_plugin.h"
 #include "gpu-worker/quant/f16.h"
 
-#ifdef ON_DEVICE /* a real one: nobody counts launches */
+#ifdef ON_DEVICE /* a real one: nobody counts launches, and memory is what others left, so it is made to be no numbers */
+#include <cuda_runtime_api.h>
+static inline void poison_memory(void)
+{
+    enum { PIECES = 64, PIECE = 4 << 20 };
+    void *pieces[PIECES] = {0};
+    for (int i = 0; i < PIECES; i++)
+        if (cudaMalloc(&pieces[i], PIECE) == cudaSuccess)
+            cudaMemset(pieces[i], 0xff, PIECE);
+    cudaDeviceSynchronize();
+    for (int i = 0; i < PIECES; i++)
+        cudaFree(pieces[i]);
+}
 static inline unsigned long launches(void)
 {
     return 0;
@@ -22,6 +34,7 @@ static inline unsigned long launches(void)
 static inline void assert_launches(unsigned long n, unsigned long wanted) {}
 #else
 #include "tests/cusim/control.h"
+static inline void poison_memory(void) {}
 static inline unsigned long launches(void)
 {
     return cusim_launches();
@@ -47,6 +60,8 @@ static inline struct backend *open_twin(bool cuda, bool deterministic)
                                       .max_seqs = TWIN_SEQS,
                                       .max_outputs = TWIN_ROWS,
                                       .deterministic = deterministic};
+    if (cuda)
+        poison_memory();
     int rc = cuda ? kvgate_cuda_open(&backend, &options, &err) : cpu_backend_open(&backend, &options, &err);
     if (rc == KVG_UNSUPPORTED && !cuda) { /* a CPU without AVX2 */
         options.isa = "generic";
@@ -86,18 +101,19 @@ static inline struct tensor *new_activation(struct backend *backend, uint32_t ro
     return tensor;
 }
 
+/* windows: of both layers, NULL: none has one. */
 static inline void new_kv_pool(struct backend *backend, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim,
-                               uint32_t block_size, enum backend_kv_dtype dtype)
+                               uint32_t block_size, enum backend_kv_dtype dtype, const uint32_t *windows)
 {
     struct kvg_error err;
-    struct backend_kv kv = {2, n_heads, n_kv_heads, head_dim, TWIN_BLOCKS, block_size, dtype};
+    struct backend_kv kv = {2, n_heads, n_kv_heads, head_dim, TWIN_BLOCKS, block_size, dtype, windows};
     must(backend->ops->kv_alloc(backend, &kv, &err), &err);
 }
 
 static inline void new_pool(struct backend *backend, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim,
                             uint32_t block_size)
 {
-    new_kv_pool(backend, n_heads, n_kv_heads, head_dim, block_size, KV_AUTO);
+    new_kv_pool(backend, n_heads, n_kv_heads, head_dim, block_size, KV_AUTO, NULL);
 }
 
 /* A step of n rows in one sequence, the ids being 0, 1, ... */
