@@ -16,8 +16,8 @@ int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32
     *batch = (struct batch){.ids = calloc(max_rows, sizeof *batch->ids),
                             .seqs = calloc(max_seqs, sizeof *batch->seqs),
                             .outputs = calloc(max_outputs, sizeof *batch->outputs),
-                            .samples = calloc(max_seqs, sizeof *batch->samples),
-                            .results = calloc(max_seqs, sizeof *batch->results),
+                            .samples = calloc(max_outputs, sizeof *batch->samples),
+                            .results = calloc(max_outputs, sizeof *batch->results),
                             .draws = calloc(max_seqs, sizeof *batch->draws)};
     if (!batch->ids || !batch->seqs || !batch->outputs || !batch->samples || !batch->results || !batch->draws) {
         batch_free(batch);
@@ -88,17 +88,42 @@ struct accept_draft batch_draft(const struct draw *draw, uint32_t n_vocab)
     return (struct accept_draft){.id = draw->seq->ids[draw->seq->n_ids], .q = probs ? probs + (size_t)at * n_vocab : NULL};
 }
 
-void batch_sampling(struct batch *batch, uint32_t n_vocab)
+/* How the token behind the next n drafts is drawn, if they are accepted. */
+static struct sample_row sample_behind(const struct draw *draw, uint32_t n, uint32_t n_vocab)
 {
-    for (uint32_t i = 0; i < batch->n_draws; i++)
-        batch->samples[i] = batch_sample_row(batch->draws[i].seq, batch->draws[i].output, n_vocab);
+    const struct request *request = draw->seq->request;
+    struct sample_row row = batch_sample_row(draw->seq, draw->output + n, n_vocab);
+
+    row.position += n;
+    if (sequence_generated(draw->seq) + n >= request->params.min_tokens)
+        row.n_banned = 0;
+    return row;
+}
+
+uint32_t batch_sampling(struct batch *batch, uint32_t n_vocab, bool ahead)
+{
+    uint32_t first = batch->n_samples;
+
+    for (uint32_t i = 0; i < batch->n_draws; i++) {
+        struct draw *draw = &batch->draws[i];
+        if (draw->n_ahead) {
+            draw->at++;
+            draw->n_ahead--;
+            continue;
+        }
+        draw->at = batch->n_samples;
+        draw->n_ahead = ahead && !draw->seq->counts ? draw->n_drafts : 0;
+        for (uint32_t k = 0; k <= draw->n_ahead; k++)
+            batch->samples[batch->n_samples++] = sample_behind(draw, k, n_vocab);
+    }
+    return batch->n_samples - first;
 }
 
 void batch_fill(struct batch *batch, const struct step_plan *plan)
 {
     struct model_batch *model = &batch->model;
 
-    model->n_rows = model->n_outputs = batch->n_draws = 0;
+    model->n_rows = model->n_outputs = batch->n_draws = batch->n_samples = 0;
     model->n_seqs = plan->n;
     for (uint32_t i = 0; i < plan->n; i++) {
         const struct plan_entry *entry = &plan->entries[i];

@@ -7,6 +7,10 @@
  *
  * Tokens are drawn in rounds: first one for each draw; then the next one for each whose token was its draft, and so on. So a
  * token is drawn with penalties and bans that know all tokens before it, as without drafts.
+ *
+ * Where a round costs more than the rows in it (model_info.samples_ahead), the first one draws ahead: behind each draft as if it
+ * were accepted. A token depends on its row's logits, its position and parameters alone, so later rounds find what they would
+ * have drawn. Only penalties need to know the tokens before: their sequences are drawn round by round.
  */
 #pragma once
 #include "gpu-worker/backend/sampling.h"
@@ -21,6 +25,7 @@ struct draw {
     uint32_t output;                 /* of the next token */
     uint32_t n_drafts;               /* still to be verified; the next is seq->ids[seq->n_ids] */
     uint32_t n_proposed, n_accepted; /* of this step's drafts */
+    uint32_t at, n_ahead;            /* its sample and result of this round; how many of later rounds lie behind */
 };
 
 struct batch {
@@ -29,9 +34,9 @@ struct batch {
     struct model_seq *seqs;        /* [max_seqs] */
     uint32_t *outputs;             /* [max_outputs] */
     struct draw *draws;            /* [n_draws], room for max_seqs */
-    struct sample_row *samples;    /* [n_draws] of this round */
-    struct sample_result *results; /* [n_draws] of this round */
-    uint32_t n_draws;
+    struct sample_row *samples;    /* [n_samples] of this step, room for max_outputs */
+    struct sample_result *results; /* [n_samples] */
+    uint32_t n_draws, n_samples;
 };
 
 int batch_init(struct batch *batch, uint32_t max_rows, uint32_t max_seqs, uint32_t max_outputs, struct kvg_error *err);
@@ -41,5 +46,6 @@ void batch_fill(struct batch *batch, const struct step_plan *plan);
 struct sample_row batch_sample_row(const struct sequence *seq, uint32_t output, uint32_t n_vocab);
 /* The draw's next draft, of which there is one. */
 struct accept_draft batch_draft(const struct draw *draw, uint32_t n_vocab);
-/* Fills the samples of the next round. n_vocab: ids from it on are padding of the output matrix and cannot be drawn. */
-void batch_sampling(struct batch *batch, uint32_t n_vocab);
+/* Appends the samples that the next round lacks; how many. Each draw's `at` is then its own. n_vocab: ids from it on are padding
+ * of the output matrix and cannot be drawn; ahead: see above. */
+uint32_t batch_sampling(struct batch *batch, uint32_t n_vocab, bool ahead);

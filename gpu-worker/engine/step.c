@@ -194,15 +194,18 @@ static void count_plan(struct stepper *step)
 static void accept_drafts(struct stepper *step)
 {
     struct batch *batch = &step->batch;
-    const float *logits = model_logits(step->model);
+    const float *logits = NULL; /* asked for where a draft needs them: a device copies them */
     uint32_t n_vocab = model_info(step->model)->n_vocab;
 
     for (uint32_t i = 0; i < batch->n_draws; i++) {
-        if (batch->draws[i].n_drafts == 0)
+        const struct draw *draw = &batch->draws[i];
+        if (draw->n_drafts == 0)
             continue;
-        struct accept_draft draft = batch_draft(&batch->draws[i], step->n_vocab);
-        accept_draft(step->accept, logits + (size_t)batch->draws[i].output * n_vocab, n_vocab, &batch->samples[i], &draft,
-                     step->scratch, &batch->results[i]);
+        if (!logits && !(logits = model_logits(step->model)))
+            log_fatal("engine: the logits of %u rows cannot be read", batch->model.n_outputs);
+        struct accept_draft draft = batch_draft(draw, step->n_vocab);
+        accept_draft(step->accept, logits + (size_t)draw->output * n_vocab, n_vocab, &batch->samples[draw->at], &draft,
+                     step->scratch, &batch->results[draw->at]);
     }
 }
 
@@ -216,11 +219,12 @@ void step_lap(struct stepper *step, enum step_part part)
 static void sample_round(struct stepper *step)
 {
     struct batch *batch = &step->batch;
+    bool ahead = step->accept == ACCEPT_COUPLED && model_info(step->model)->samples_ahead;
+    uint32_t first = batch->n_samples, n = batch_sampling(batch, step->n_vocab, ahead);
     struct kvg_error err;
 
-    batch_sampling(batch, step->n_vocab);
-    if (batch->n_draws && model_sample(step->model, batch->samples, batch->n_draws, batch->results, &err) < 0)
-        log_fatal("engine: sampling of %u rows: %s", batch->n_draws, err.message);
+    if (n && model_sample(step->model, batch->samples + first, n, batch->results + first, &err) < 0)
+        log_fatal("engine: sampling of %u rows: %s", n, err.message);
     if (step->spec && step->accept != ACCEPT_COUPLED)
         accept_drafts(step);
 }
@@ -306,7 +310,7 @@ static void emit_tokens(struct stepper *step, double now)
     while (batch->n_draws) {
         uint32_t n = 0;
         for (uint32_t i = 0; i < batch->n_draws; i++)
-            if (commit(step, &batch->draws[i], &batch->results[i], now))
+            if (commit(step, &batch->draws[i], &batch->results[batch->draws[i].at], now))
                 batch->draws[n++] = batch->draws[i];
         batch->n_draws = n;
         step_lap(step, STEP_EMIT);

@@ -103,6 +103,7 @@ static void fill_info(struct model *model)
     info->head_dim = s->head_dim;
     info->hidden = s->hidden;
     info->n_vocab = model->parts.n_vocab;
+    info->samples_ahead = model->backend->ops->memory != NULL; /* the call waits for another device */
     info->max_position = s->max_position;
     info->scored = model->parts.brief_logits ? model->parts.scored : info->n_vocab;
     info->ranks = model->parts.share.size;

@@ -53,6 +53,7 @@ struct model_info {
     uint32_t scored;                                                   /* by a brief batch; n_vocab where that saves nothing */
     uint64_t weight_bytes;                                             /* of the file: of all ranks together */
     uint32_t ranks;                                                    /* that compute it together; 1 = this process alone */
+    bool samples_ahead;                                                /* a call of model_sample costs more than the rows in it */
     char backend[128];          /* "cpu amx, 2 threads, int16 Q4_1, int8 Q8_0": how each format is multiplied */
     const char *kv_cache_dtype; /* of the KV pool: "f16", "bf16", "int8" */
 };

@@ -27,6 +27,9 @@ void cusim_set_order(const char *order);
 /* Kernels executed so far. */
 unsigned long cusim_launches(void);
 
+/* Copies from the device to the host so far, and their bytes. */
+unsigned long cusim_copies_to_host(size_t *bytes);
+
 /* Accesses seen by the checker; 0 in other builds. */
 unsigned long cusim_accesses(void);
 

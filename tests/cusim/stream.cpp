@@ -190,6 +190,16 @@ void cusim_fail(const char *call, unsigned n)
     countdown[call] = n;
 }
 
+static unsigned long copies_to_host;
+static size_t bytes_to_host;
+
+unsigned long cusim_copies_to_host(size_t *bytes)
+{
+    LOCK;
+    *bytes = bytes_to_host;
+    return copies_to_host;
+}
+
 extern "C" {
 cudaError_t cusim_malloc(void **p, size_t size);
 cudaError_t cusim_free(void *p);
@@ -271,6 +281,10 @@ static bool right_way(const void *to, const void *from, size_t size, cudaMemcpyK
 static void copy(void *to, const void *from, size_t size)
 {
     device_access access;
+    if (in_arena(from) && !in_arena(to)) {
+        copies_to_host++;
+        bytes_to_host += size;
+    }
     memcpy(to, from, size);
     memory_copied(to, from, size);
 }

@@ -31,6 +31,7 @@ struct world {
 static struct publisher *the_publisher; /* what open_world gives the engine; NULL in most tests */
 static enum accept_rule the_rule;       /* which drafts the engine accepts; as drawn without them in most tests */
 static const char *the_draft;           /* the file of its draft model; NULL in most tests */
+static const char *the_device;          /* NULL in most tests; else deterministic */
 static const char *the_kv_dtype;        /* how keys and values are kept; NULL (the backend's own choice) in most tests */
 
 /* Writes a toy model by the shared tool; `what` are its arguments. The caller unlinks the file. */
@@ -67,7 +68,12 @@ static inline void write_script(char path[64], const char *table)
 
 static inline void open_draft(struct world *w, struct engine_options *options)
 {
-    struct model_options model = {.path = the_draft, .threads = 1, .max_rows = 2048, .max_seqs = 64};
+    struct model_options model = {.path = the_draft,
+                                  .device = the_device,
+                                  .deterministic = the_device != NULL,
+                                  .threads = 1,
+                                  .max_rows = 2048,
+                                  .max_seqs = 64};
     struct kvg_error err;
 
     if (model_open(&w->draft_model, &model, &err) < 0 || kvg_prompt_model_open(&w->draft_prompt_model, the_draft, 0, &err) < 0)
@@ -93,6 +99,8 @@ static inline void open_world(struct world *w, const char *path, struct engine_o
     if (the_draft)
         open_draft(w, &options);
     struct model_options model = {.path = path,
+                                  .device = the_device,
+                                  .deterministic = the_device != NULL,
                                   .threads = 1, /* many programs share the machine while tests run */
                                   .max_rows = options.max_num_batched_tokens ? options.max_num_batched_tokens : 2048,
                                   .max_seqs = max_seqs,

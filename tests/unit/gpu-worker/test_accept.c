@@ -104,7 +104,8 @@ static void step(struct chain *chain, enum accept_rule rule)
     batch_fill(batch, &(struct step_plan){.entries = &entry, .n = 1});
     chain->n_drafted += seq->n_drafts;
     while (accepted) {
-        batch_sampling(batch, VOCAB);
+        batch->n_samples = 0;
+        batch_sampling(batch, VOCAB, false);
         const float *logits = target[batch->ids[batch->outputs[draw->output]]];
         sample_row_cpu(logits, VOCAB, batch->samples, scratch, batch->results);
         accepted = draw->n_drafts > 0;
