@@ -233,18 +233,24 @@ $(B)/kvgate-cuda.so: $(CUDA_OBJ) $(LIBS)
 	$(Q)$(NVCC) -shared -cudart static $(CUDA_OBJ) $(LIBS) -o $@ $(LDLIBS)
 # The tests and the benchmark of the backend, for a GPU and, the benchmark, for the emulator.
 BENCH_DEVICE := tests/device/bench_device
-DEVICE_BIN   := $(OPS_TEST:%.c=$(B)/cuda/%) $(B)/cuda/$(BENCH_DEVICE)
+DEVICE_TEST  := $(OPS_TEST:%.c=%) tests/cusim/test_language
+DEVICE_BIN   := $(DEVICE_TEST:%=$(B)/cuda/%) $(B)/cuda/$(BENCH_DEVICE)
 $(B)/cuda/tests/%.o: CFLAGS += -DON_DEVICE
+$(B)/cuda/tests/%.cu.o: NVCCFLAGS += -DON_DEVICE
+$(B)/cuda/tests/cusim/test_language: %: %.cu.o
+	$(call say,LD)
+	$(Q)$(NVCC) -cudart static $< -o $@ -lcmocka
 $(B)/cuda/$(BENCH_DEVICE): $(B)/cuda/tests/device/ceilings.cu.o
-$(DEVICE_BIN): %: %.o $(CUDA_OBJ) $(LIBS)
+$(OPS_TEST:%.c=$(B)/cuda/%) $(B)/cuda/$(BENCH_DEVICE): %: %.o $(CUDA_OBJ) $(LIBS)
 	$(call say,LD)
 	$(Q)$(NVCC) -cudart static $^ -o $@ -Xlinker --as-needed -lcmocka $(LDLIBS)
 $(B)/cusim/plain/$(BENCH_DEVICE): %: %.o $(B)/cusim/plain/tests/device/ceilings.cu.o $(B)/cusim/plain/libcuda_backend.a $(B)/cusim/plain/libcusim.a $(LIBS)
 	$(call say,LD)
 	$(Q)g++ $^ -o $@ $(LDLIBS)
 #: gpu-check               on a machine with a GPU: tests, goldens, and every kernel as a share of the device's limits (EMULATED=1: on the emulator)
-gpu-check: $(if $(EMULATED),$(OPS_TEST:%.c=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(DEVICE_BIN))
+gpu-check: gpu-check-build
 	@B=$(B) python3 tests/device/gpu_check.py
+gpu-check-build: $(if $(EMULATED),$(DEVICE_TEST:%=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(DEVICE_BIN))
 
 $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
 	@cp $< $@
@@ -257,7 +263,8 @@ SASS_PIP := nvidia-cuda-cuobjdump==13.2.78 nvidia-cuda-nvdisasm==13.2.78
 build/.sass: build/.pip ; @tests/tools/install_venv.sh $(VENV) $(SASS_PIP) && touch $@
 #: test-cuda               the CUDA backend on an emulator, without a GPU
 test-cuda: deps
-	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(MUTANT_TEST) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker
+	$(MAKE) -j$(JOBS) $(SIM_FLAVOURS:%=cusim-%) $(MUTANT_TEST) $(B)/kvgate-cuda-emulated.so $(B)/kvgate-worker $(B)/tests/tools/logits
+	$(MAKE) -j$(JOBS) EMULATED=1 gpu-check-build
 	-$(MAKE) -k -j$(JOBS) build/.sass $(CUDA_CU:%=$(B)/cuda/%.o)
 	@B=$(B) CUDA_HOME=$(CUDA_HOME) FULL=$(FULL) $(PYTHON) tests/cusim/run.py
 
@@ -418,6 +425,6 @@ clean:
 help:
 	@sed -n 's/^#: /  /p' Makefile
 
-.PHONY: bench-kernels bench-latency all cuda test-cuda gpu-check $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
+.PHONY: bench-kernels bench-latency all cuda test-cuda gpu-check gpu-check-build $(SIM_FLAVOURS:%=cusim-%) programs module unit tools deps models models-test models-all run stop test test-long smoke soak asan tsan fuzz fuzzers lint bench-prompt bench-cache bench-spec bench-stack \
         bench-routing bench-redis bench-gateway bench-cpu bench-quant bench-cpu-hold bench-cpu-release bench-cpu-table peers check-layers format clean help
 -include $(shell find $(B) \( -name venv -o -name models -o -name run \) -prune -o -name '*.d' -print 2>/dev/null)

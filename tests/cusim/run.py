@@ -24,6 +24,7 @@ BUILDS = [("plain", order) for order in ORDERS] + [("check", "fwd"), ("check", "
 # The whole model takes half a minute in the plain build and ten times as long in the CHECK build: a part of it in the slow builds, by
 # the names of tests, and all of it in all builds and orders with FULL=1 (make test-long).
 SLOW = {"backend/test_cuda_group": [("plain", "rev"), ("check", "fwd", "*refused*"), ("asan", "rev", "*refused*")],
+        "backend/test_cuda_engine": [("plain", "rev"), ("check", "fwd", "*penalties*"), ("asan", "rev", "*penalties*")],
         "backend/test_cuda_model": [("plain", "rev"), ("check", "fwd", "test_logits_of_q4_k*"), ("asan", "rev", "test_logits_of_q8_0*")]}
 FULL = bool(os.environ.get("FULL"))
 PROFILED = [("backend/test_cuda_ops", "check", "fwd"), ("backend/test_cuda_grouped", "check", "fwd")]
@@ -179,6 +180,37 @@ def run_coverage(results):
         print("skipped: coverage (no device code was built for it)")
 
 
+# Takes options, each but --csv with a value, and runs the command behind them: in place of a GPU's tools.
+FAKE_TOOL = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do [ "$1" = --csv ] || shift; shift; done\nexec "$@"\n'
+KERNELS = {"matmul", "decode attention", "prefill attention", "rmsnorm", "silu_mul", "head_rmsnorm", "sampling"}
+
+
+def run_gpu_check(results):
+    """The script for a machine with a GPU, on the emulator; and its goldens, of which one that is wrong must be found."""
+    print("\nmake EMULATED=1 gpu-check")
+    with tempfile.TemporaryDirectory() as folder:
+        for tool in ("compute-sanitizer", "ncu", "nvidia-smi"):
+            with open(os.path.join(folder, tool), "w", encoding="utf-8") as f:
+                f.write(FAKE_TOOL)
+            os.chmod(f.name, 0o755)
+        out = os.path.join(folder, "out")
+        code, output, seconds = run([sys.executable, "tests/device/gpu_check.py"], EMULATED="1", OUT=out, PATH=folder + ":" + os.environ["PATH"])
+        results.add("gpu-check", code == 0 and output.rstrip().endswith(" 0 failed, 0 left out"), f"{seconds:.1f} s", output)
+        table = os.path.join(out, "kernels.csv")
+        with open(table if os.path.exists(table) else os.devnull, encoding="utf-8") as f:
+            missing = KERNELS - {row["kernel"] for row in csv.DictReader(f)}
+        results.add("its table has all kernels", not missing, ", ".join(missing))
+        golden = os.path.join(out, "goldens/test_cuda_ops")
+        command, env = [program("plain", "backend/test_cuda_ops"), "test_head*"], {"KVGATE_GOLDENS_FROM": golden, "TWIN_SEED": "1"}
+        code, output, _ = run(command, **env)
+        results.add("its goldens are given again", code == 0, output=output)
+        if os.path.exists(golden):
+            with open(golden, "r+b") as f:
+                f.seek(402)
+                f.write(b"\xff")
+        results.add("a wrong golden is found", run(command, **env)[0] not in (0, None))
+
+
 def run_worker(results):
     """The worker itself with the emulated device; skipped tests count as failed."""
     print("\nthe worker")
@@ -195,6 +227,7 @@ def main():
         run_mutants(results, pool)
         run_profile(results, profiles)
     run_coverage(results)
+    run_gpu_check(results)
     run_worker(results)
     print("\nwhat nvcc made")
     kernels = sorted(glob.glob("gpu-worker/backend/cuda/*.cu", root_dir=ROOT))

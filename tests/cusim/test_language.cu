@@ -203,6 +203,53 @@ static void matrix_products_have_the_layout_of_the_manual(void **)
     }
 }
 
+/* The same with f16, both operands by ldmatrix_x4, a from its transpose; b is [16, 16], two tiles of which d takes the first. */
+__global__ void half_matrix_kernel(const uint16_t *a, const uint16_t *b, float *d)
+{
+    CU_SHARED(uint16_t[16][24], sa); /* [k][row] */
+    CU_SHARED(uint16_t[16][24], sb);
+    int lane = (int)threadIdx.x;
+    for (int i = lane; i < 256; i += 32) {
+        sa[i % 16][i / 16] = a[i];
+        sb[i / 16][i % 16] = b[i];
+    }
+    __syncwarp();
+    uint32_t fa[4], fb[4];
+    float acc[4] = {};
+    ldmatrix_x4_trans(fa, &sa[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
+    ldmatrix_x4(fb, &sb[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
+    const uint32_t first[2] = {fb[0], fb[1]};
+    mma_f16_16816(acc, fa, first);
+    for (int i = 0; i < 4; i++)
+        d[((lane >> 2) + (i >> 1) * 8) * 8 + (lane & 3) * 2 + (i & 1)] = acc[i];
+}
+
+/* Fractions: sums round, in an order of the device's own. */
+static void half_products_are_near_the_exact_sums(void **)
+{
+    uint16_t a[256], b[256];
+    float out[128];
+    for (int i = 0; i < 256; i++) {
+        a[i] = __half_as_ushort(__float2half((float)(i * 7 % 31 - 15) / 9));
+        b[i] = __half_as_ushort(__float2half((float)(i * 5 % 23 - 11) / 7));
+    }
+    device_array<uint16_t> da(a, 256), db(b, 256);
+    device_array<float> dd(128);
+    CU_LAUNCH(half_matrix_kernel, 1, 32, 0, 0, da.p, db.p, dd.p);
+    dd.read(out);
+    for (int i = 0; i < 128; i++) {
+        double want = 0, size = 0;
+        for (int k = 0; k < 16; k++) {
+            double term = (double)__half2float(__ushort_as_half(a[i / 8 * 16 + k])) *
+                          (double)__half2float(__ushort_as_half(b[i % 8 * 16 + k]));
+            want += term;
+            size += term < 0 ? -term : term;
+        }
+        double error = (double)out[i] - want;
+        assert_true((error < 0 ? -error : error) <= 1e-6 * size);
+    }
+}
+
 __global__ void mma_s8_kernel(const uint32_t *a, const uint32_t *b, int *d)
 {
     int lane = (int)threadIdx.x, row = lane >> 2, word = lane & 3; /* rows of 32 bytes are 8 words */
@@ -273,6 +320,56 @@ static void copies_land_at_their_wait(void **)
     }
 }
 
+/* ---- whole words, and kernels that start early ---- */
+
+__global__ void vector_kernel(const float *in, float *out)
+{
+    int t = (int)threadIdx.x;
+    uint4 streamed = ldg_stream(in + 4 * t), plain = ld128(in + 4 * t);
+    float4 four = ldf4(in + 4 * t);
+    uint2 two = ld64(in + 4 * t + 2);
+    stf4(out + 12 * t, make_float4(four.w, four.z, four.y, four.x));
+    st128(out + 12 * t + 4, make_uint4(streamed.y, plain.x, streamed.w, plain.z));
+    st64(out + 12 * t + 8, two);
+    st64(out + 12 * t + 10, make_uint2(streamed.x, plain.w));
+}
+
+static void words_of_8_and_16_bytes_keep_their_order(void **)
+{
+    float in[128], out[384];
+    for (int i = 0; i < 128; i++)
+        in[i] = (float)i;
+    device_array<float> a(in, 128), b(384);
+    CU_LAUNCH(vector_kernel, 1, 32, 0, 0, a.p, b.p);
+    b.read(out);
+    static const int from[12] = {3, 2, 1, 0, 1, 0, 3, 2, 2, 3, 0, 3};
+    for (int i = 0; i < 384; i++)
+        assert_int_equal((int)out[i], i / 12 * 4 + from[i % 12]);
+}
+
+__global__ void first_kernel(int *out)
+{
+    grid_release();
+    out[threadIdx.x] = (int)threadIdx.x;
+}
+
+__global__ void second_kernel(const int *in, int *out)
+{
+    grid_wait();
+    out[threadIdx.x] = in[63 - threadIdx.x] + 1;
+}
+
+static void a_kernel_that_starts_early_waits_for_what_it_reads(void **)
+{
+    int out[64];
+    device_array<int> a(64), b(64);
+    CU_LAUNCH(first_kernel, 1, 64, 0, 0, a.p);
+    CU_LAUNCH_PDL(second_kernel, 1, 64, 0, 0, a.p, b.p);
+    b.read(out);
+    for (int i = 0; i < 64; i++)
+        assert_int_equal(out[i], 64 - i);
+}
+
 /* ---- intrinsics ---- */
 
 __global__ void intrinsics_kernel(int *out, float *fout)
@@ -339,6 +436,9 @@ int main(void)
         cmocka_unit_test_teardown(warp_operations_follow_the_manual, no_errors),
         cmocka_unit_test_teardown(matrix_products_have_the_layout_of_the_manual, no_errors),
         cmocka_unit_test_teardown(int8_products_are_exact, no_errors),
+        cmocka_unit_test_teardown(half_products_are_near_the_exact_sums, no_errors),
+        cmocka_unit_test_teardown(words_of_8_and_16_bytes_keep_their_order, no_errors),
+        cmocka_unit_test_teardown(a_kernel_that_starts_early_waits_for_what_it_reads, no_errors),
         cmocka_unit_test_teardown(copies_land_at_their_wait, no_errors),
         cmocka_unit_test_teardown(intrinsics_match_their_definitions, no_errors),
         cmocka_unit_test_teardown(atomics_of_all_blocks_add_up, no_errors),

@@ -1,9 +1,15 @@
 #!/usr/bin/env python3
 """make gpu-check: everything there is to learn about the CUDA backend from one short stay on a machine with a GPU.
 
-Steps run in the order of their worth, each with its own time limit, within BUDGET seconds (540); what does not fit is left out and
-named. Tables and logs go to OUT (build/gpu-check): environment.txt, ceilings.csv, kernels.csv, decode.csv, goldens/, *.log, and
-summary.txt, which ends with "N passed, N failed, N left out". EMULATED=1 runs the same script on the emulator with tiny shapes.
+Sections run in the order of their worth, each within a budget of its own and all within BUDGET seconds (540): what does not fit is
+left out and named, first the profiler, then the sanitizer, then the largest products. Everything goes to OUT (build/gpu-check):
+environment.txt, ceilings.csv, kernels.csv, decode.csv, goldens/, *.log, and summary.txt, which ends with what each section took and
+"N passed, N failed, N left out".
+
+Where only the binaries are brought along (build/cuda/tests, built by `make gpu-check-build`), run this file itself. If they do not
+start there and nvcc is at hand, they are built again for that device alone.
+
+EMULATED=1 runs the same script on the emulator with tiny shapes; tools that are not on PATH are left out there.
 """
 import csv
 import os
@@ -11,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BUILD = os.environ.get("B", "build")
@@ -18,30 +25,48 @@ OUT = os.path.abspath(os.environ.get("OUT") or os.path.join(ROOT, BUILD, "gpu-ch
 BUDGET = float(os.environ.get("BUDGET", 540))
 EMULATED = bool(os.environ.get("EMULATED"))
 PROGRAMS = os.path.join(BUILD, "cusim/plain/tests" if EMULATED else "cuda/tests")
-TESTS = ["cusim/backend/test_cuda_ops", "cusim/backend/test_cuda_sample", "cusim/backend/test_cuda_model"]
+LANGUAGE, OPS = "cusim/test_language", "cusim/backend/test_cuda_ops"
+# Under emulation all of them run in `make test-cuda`: here a part of each, to see that the script runs them.
+TESTS = {LANGUAGE: "*", OPS: "test_head*", "cusim/backend/test_cuda_grouped": "test_orders*", "cusim/backend/test_cuda_sample": "test_greedy*",
+         "cusim/backend/test_cuda_model": "none"}
 BENCH = os.path.join(PROGRAMS, "device/bench_device")
+PROFILED = {"gemv_quant_kernel": "Q4_K 14336x4096 n=1", "attention_decode_kernel": "bf16 32/8 heads of 128 n=16", "gemm_quant_kernel": "Q4_K 14336x4096 n=64"}
+
+
+def program(name):
+    return os.path.join(PROGRAMS, name)
 
 
 class Check:
     def __init__(self):
         self.began = time.monotonic()
+        self.until = self.began + BUDGET
         self.passed, self.failed, self.left_out = [], [], []
-        self.lines = []
+        self.lines, self.sections = [], []
 
     def say(self, text):
         self.lines.append(text)
         print(text, flush=True)
 
     def left(self):
-        return BUDGET - (time.monotonic() - self.began)
+        """Seconds of the section."""
+        return self.until - time.monotonic()
+
+    def section(self, name, function, budget):
+        began = time.monotonic()
+        self.until = min(began + budget, self.began + BUDGET)
+        try:
+            function(self)
+        except Exception as e:  # the other sections and the summary must not be lost
+            self.failed.append(name)
+            self.say(f"FAIL {name}: {traceback.format_exc() if EMULATED else repr(e)}")
+        self.sections.append((name, budget, time.monotonic() - began))
 
     def run(self, name, command, limit, **env):
         """True when the command ended well; its output goes to NAME.log."""
-        limit = min(limit, self.left())
+        limit = min(limit * (4 if EMULATED else 1), self.left())
         if limit < 2:
-            self.left_out.append(name)
-            self.say(f"left out: {name} (no time)")
-            return False
+            return self.skip(name, "no time")
         log, began = os.path.join(OUT, name.replace(" ", "-") + ".log"), time.monotonic()
         with open(log, "w", encoding="utf-8") as f:
             try:
@@ -57,6 +82,15 @@ class Check:
     def skip(self, name, why):
         self.left_out.append(name)
         self.say(f"left out: {name} ({why})")
+        return False
+
+
+def starts():
+    """Whether the binaries find a device that they can run on."""
+    try:
+        return subprocess.run([program(LANGUAGE)], cwd=ROOT, capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def environment(check):
@@ -65,7 +99,11 @@ def environment(check):
         for command in commands:
             if shutil.which(command[0]):
                 f.write(f"$ {' '.join(command)}\n{subprocess.run(command, capture_output=True, text=True, timeout=20).stdout}\n")
-    check.run("starts", [os.path.join(PROGRAMS, TESTS[0]), "test_embedding*"], 30)
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not starts() and not EMULATED and os.access(nvcc, os.X_OK):
+        check.until = check.began + BUDGET  # without it nothing can be learnt
+        check.run("build for this device", ["make", f"-j{os.cpu_count()}", "gpu-check-build", "CUDA_ARCH=90a", "NO_INSTALL=1", f"B={BUILD}"], 240)
+    check.run("starts", [program(LANGUAGE)], 30)
 
 
 def rows_of(path):
@@ -75,84 +113,128 @@ def rows_of(path):
         return list(csv.DictReader(f))
 
 
-def bench(check, what, limit, *arguments):
-    return check.run(what, [BENCH, what, os.path.join(OUT, what + ".csv"), *arguments], limit, **({"SMALL": "1"} if EMULATED else {}))
+def bench(check, what, *arguments):
+    """The program itself leaves out what there is no time for; it stops some seconds before it would be stopped."""
+    if check.left() < 5:
+        check.skip(what, "no time")
+        return
+    env = {"BENCH_SECONDS": f"{check.left() * 0.85 - 2:.0f}", **({"SMALL": "1"} if EMULATED else {})}
+    check.run(what, [BENCH, what, os.path.join(OUT, what + ".csv"), *arguments], check.left(), **env)
+    with open(os.path.join(OUT, what + ".log"), encoding="utf-8") as f:
+        for line in f:
+            if line.startswith("left out: ") and not line.startswith("left out: 0 "):
+                check.skip(f"{what}, {line.split()[2]} rows", "no time")
 
 
-def golden_tests(check):
-    """The tests, with the device's outputs kept. On any machine, for whether the emulator gives them again, but for roundings:
+def ceilings(check):
+    bench(check, "ceilings")
+
+
+def goldens(check):
+    """What the device gives, kept. On any machine, for whether the emulator gives the backend's values again, but for roundings:
 
     make build/cusim/plain/tests/cusim/backend/test_cuda_ops
-    KVGATE_GOLDENS_FROM=build/gpu-check/goldens/ops build/cusim/plain/tests/cusim/backend/test_cuda_ops
+    KVGATE_GOLDENS_FROM=build/gpu-check/goldens/test_cuda_ops build/cusim/plain/tests/cusim/backend/test_cuda_ops
     """
     folder = os.path.join(OUT, "goldens")
     os.makedirs(folder, exist_ok=True)
-    check.run("goldens", [os.path.join(PROGRAMS, TESTS[0]), "test_*"], 60, KVGATE_GOLDENS=os.path.join(folder, "ops"))
+    for test in TESTS:
+        name = os.path.basename(test)
+        check.run(f"goldens of {name}", [program(test), TESTS[test] if EMULATED else "*"], 30, KVGATE_GOLDENS=os.path.join(folder, name))
 
 
 def unit_tests(check):
+    """Memory that a test allocates is poisoned first, see twin.h."""
     for test in TESTS:
-        for seed in (1,) if EMULATED and test.endswith("model") else (1, 2, 3):
-            check.run(f"{os.path.basename(test)} {seed}", [os.path.join(PROGRAMS, test)], 240 if EMULATED else 40, TWIN_SEED=str(seed))
+        for seed in (1,) if EMULATED else (1, 2, 3):
+            check.run(f"{os.path.basename(test)} {seed}", [program(test), TESTS[test] if EMULATED else "*"], 30, TWIN_SEED=str(seed))
+
+
+def kernels(check):
+    bench(check, "kernels")
+
+
+def decode(check):
+    bench(check, "decode", *model_paths())
 
 
 def sanitizer(check):
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if EMULATED or not os.access(tool, os.X_OK):
-        check.skip("compute-sanitizer", "not here")
-        return
-    for kind in ("memcheck", "racecheck"):
-        check.run(f"sanitizer {kind}", [tool, "--tool", kind, "--error-exitcode", "9", os.path.join(PROGRAMS, TESTS[0]), "test_products_do*"], 45)
+    for kind in ("memcheck", "racecheck", "initcheck"):
+        if not os.access(tool, os.X_OK):
+            check.skip(f"sanitizer {kind}", f"no {tool}")
+            continue
+        check.run(f"sanitizer {kind}", [tool, "--tool", kind, "--error-exitcode", "9", program(OPS), "test_head*" if EMULATED else "test_products_do*"], 30)
 
 
 def profiler(check):
     tool = shutil.which("ncu")
-    if EMULATED or not tool:
-        check.skip("ncu", "not here")
-        return
-    for kernel in ("gemv_quant_kernel", "attention_decode_kernel", "gemm_quant_kernel"):
-        check.run(f"ncu {kernel}", [tool, "-k", f"regex:{kernel}", "-c", "3", "--set", "basic", "--csv", BENCH, "kernels", os.path.join(OUT, "ncu.csv")], 20)
+    for kernel, only in PROFILED.items():
+        if not tool:
+            check.skip(f"ncu {kernel}", "not on PATH")
+            continue
+        command = [tool, "-k", f"regex:{kernel}", "-c", "3", "--kill", "yes", "--set", "basic", "--csv"]
+        check.run(f"ncu {kernel}", [*command, BENCH, "kernels", os.path.join(OUT, "ncu.csv")], 20, BENCH_ONLY="none" if EMULATED else only)
 
 
 def tables(check):
-    ceilings = {row["what"]: float(row["per second"]) for row in rows_of(os.path.join(OUT, "ceilings.csv"))}
-    for what, value in ceilings.items():
+    limits = {row["what"]: float(row["per second"]) for row in rows_of(os.path.join(OUT, "ceilings.csv"))}
+    for what, value in limits.items():
         check.say(f"ceiling {what:12}{value:12.4g} a second")
     check.say(f"\n{'kernel':20}{'shape':44}{'us':>10}{'GB/s':>9}{'TOPS':>8}{'ceiling':>10}{'share':>7}")
     for row in rows_of(os.path.join(OUT, "kernels.csv")):
         rate = float(row["bytes per second"] if row["ceiling"] == "copy" else row["operations per second"])
-        share = 100 * rate / ceilings[row["ceiling"]] if row["ceiling"] in ceilings else float("nan")
+        share = 100 * rate / limits[row["ceiling"]] if row["ceiling"] in limits else float("nan")
         check.say(f"{row['kernel']:20}{row['shape']:44}{float(row['microseconds']):10.1f}{float(row['bytes per second']) / 1e9:9.0f}"
                   f"{float(row['operations per second']) / 1e12:8.1f}{row['ceiling']:>10}{share:6.0f}%")
     for row in rows_of(os.path.join(OUT, "decode.csv")):
-        check.say(f"decode step, {row['sequences']:>3} sequences, graphs {row['graphs']:4}{row['milliseconds a step']:>10} ms")
+        check.say(f"decode step of {row['model']}, {row['sequences']:>3} sequences, graphs {row['graphs']:4}{row['milliseconds a step']:>10} ms")
 
 
-def toy_model():
-    path = os.path.join(OUT, "toy.gguf")
-    subprocess.run([sys.executable, "tests/tools/toy_model.py", path, "random", "--type", "Q8_0", "--layers", "2", "--tied"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def shaped_model(name, kind, **shape):
+    """A model of a known one's shape: each matrix is one piece of random weights over and over, which costs a step the same."""
+    sys.path.insert(0, os.path.join(ROOT, "tests/tools"))
+    import random
+
+    import toy_model
+    once, path = toy_model.random_bytes, os.path.join(OUT, name + ".gguf")
+
+    def repeated(type_name, n, amplitude, rng):
+        piece = next((p for p in (16384, 9216) if n % p == 0), n)
+        return once(type_name, piece, amplitude, rng) * (n // piece)
+    toy_model.random_bytes = repeated
+    try:
+        toy_model.random_model(path, shape=toy_model.Shape(tied=True, context=4096, **shape), types=kind, seed=random.randrange(1 << 30))
+    finally:
+        toy_model.random_bytes = once
     return path
 
 
-def model_path():
-    """MODEL, or the small model where there is one, or a made-up one."""
-    small = os.path.join(ROOT, "build/models/SmolLM2-135M-Instruct-Q8_0.gguf")
-    return os.environ.get("MODEL") or (small if os.path.exists(small) and not EMULATED else toy_model())
+def model_paths():
+    """MODEL, or models of the shapes of SmolLM2 135M and of four layers of Llama 3 8B."""
+    if os.environ.get("MODEL"):
+        return [os.environ["MODEL"]]
+    if EMULATED:
+        return [shaped_model("toy", "Q8_0", layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=64)]
+    return [shaped_model("smollm2-135m", "Q8_0", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, rows=49152),
+            shaped_model("llama3-8b-4-layers", "Q4_K", layers=4, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, rows=128256)]
+
+
+# In the order of their worth; seconds, 510 in all.
+SECTIONS = [("environment", environment, 20), ("ceilings", ceilings, 30), ("goldens", goldens, 40), ("tests", unit_tests, 60), ("kernels", kernels, 120),
+            ("decode", decode, 60), ("sanitizer", sanitizer, 90), ("profiler", profiler, 60), ("tables", tables, 30)]
 
 
 def main():
     os.makedirs(OUT, exist_ok=True)
     check = Check()
-    environment(check)
-    bench(check, "ceilings", 30)
-    golden_tests(check)
-    unit_tests(check)
-    bench(check, "kernels", 240 if EMULATED else 150)
-    bench(check, "decode", 60, model_path())
-    sanitizer(check)
-    profiler(check)
-    tables(check)
-    check.say(f"\n{time.monotonic() - check.began:.0f} s of {BUDGET:.0f}\n{len(check.passed)} passed, {len(check.failed)} failed, {len(check.left_out)} left out")
+    for name, function, budget in SECTIONS:
+        check.section(name, function, budget * (4 if EMULATED else 1))
+    check.say(f"\n{'section':14}{'budget':>8}{'took':>8} s")
+    for name, budget, seconds in check.sections:
+        check.say(f"{name:14}{budget:8.0f}{seconds:8.1f}")
+    check.say(f"{'all':14}{BUDGET:8.0f}{time.monotonic() - check.began:8.1f}\n"
+              f"{len(check.passed)} passed, {len(check.failed)} failed, {len(check.left_out)} left out")
     with open(os.path.join(OUT, "summary.txt"), "w", encoding="utf-8") as f:
         f.write("\n".join(check.lines) + "\n")
     return 1 if check.failed else 0
