@@ -250,6 +250,7 @@ $(B)/cusim/plain/$(BENCH_DEVICE): %: %.o $(B)/cusim/plain/tests/device/ceilings.
 #: gpu-check               on a machine with a GPU: tests, goldens, and every kernel as a share of the device's limits (EMULATED=1: on the emulator)
 gpu-check: gpu-check-build
 	@B=$(B) python3 tests/device/gpu_check.py
+#: gpu-check-build         what gpu-check runs, without running it
 gpu-check-build: $(if $(EMULATED),$(DEVICE_TEST:%=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(DEVICE_BIN))
 
 $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
