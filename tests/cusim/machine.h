@@ -150,4 +150,5 @@ bool capturing();
 void push(cudaStream_t stream, std::function<void()> work);
 void drain_all();
 unsigned env_number(const char *name, unsigned otherwise);
+size_t shared_opt_in(); /* bytes of shared memory that a block may ask for */
 } // namespace cusim

@@ -14,11 +14,6 @@ static unsigned architecture()
     return env_number("CUSIM_SM", 90);
 }
 
-static size_t opt_in()
-{
-    return architecture() == 80 ? 163 << 10 : 227 << 10;
-}
-
 extern "C" {
 cudaError_t cudaGetDeviceCount(int *n)
 {
@@ -54,8 +49,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device)
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->sharedMemPerBlock = STATIC_SHARED_MAX;
-    p->sharedMemPerBlockOptin = opt_in();
-    p->sharedMemPerMultiprocessor = opt_in() + 1024;
+    p->sharedMemPerBlockOptin = shared_opt_in();
+    p->sharedMemPerMultiprocessor = shared_opt_in() + 1024;
     p->regsPerBlock = p->regsPerMultiprocessor = 65536;
     p->multiProcessorCount = 8; /* few, so that small tests see more blocks than run at once */
     p->l2CacheSize = 4 << 20;

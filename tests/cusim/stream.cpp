@@ -155,9 +155,10 @@ static cudaError_t not_while_capturing(const char *call)
 
 static std::map<const void *, size_t> dynamic_limit; /* by kernel, where cudaFuncSetAttribute raised it */
 
-static size_t shared_opt_in()
+size_t shared_opt_in()
 {
-    return env_number("CUSIM_SM", 90) == 80 ? 163 << 10 : 227 << 10;
+    unsigned sm = env_number("CUSIM_SM", 90);
+    return (size_t)(sm == 80 ? 163 : sm < 90 ? 99 : 227) << 10;
 }
 
 static bool launchable(const launch &l)
@@ -560,6 +561,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *statu
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long)
 {
+    LOCK;
+    if (fails("instantiate"))
+        return failed(cudaErrorMemoryAllocation);
     *exec = new CUgraphExec_st{graph->nodes};
     return cudaSuccess;
 }

@@ -105,6 +105,38 @@ def test_quantized_folders_on_the_emulated_device_say_what_the_cpu_says(scheme, 
         assert error.max() < 0.2 * spread and error.mean() < 0.05 * spread, (error.max(), error.mean(), spread)
 
 
+def started(toy, monkeypatch, *args):
+    """(exit code, what it says beside its progress) of a worker that cannot start."""
+    process = worker(toy, "cuda", EMULATED, monkeypatch, *args)
+    try:
+        done = subprocess.run(process.command(), capture_output=True, text=True, timeout=60)
+    finally:
+        process.close()
+    return done.returncode, [line for line in done.stderr.splitlines() if " info " not in line]
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_a_device_with_little_shared_memory_runs_what_fits(tmp_path, monkeypatch):
+    """Compute capability 8.6 and 8.9 give a block 99 KiB: enough for all but heads of 256 with int8 scales."""
+    monkeypatch.setenv("CUSIM_SM", "86")
+    path = str(tmp_path / "toy.gguf")
+    toy_model.random_model(path, shape=toy_model.Shape(heads=2, kv_heads=1, head_dim=256, context=256), types="Q8_0", seed=5)
+    with worker(path, "cuda", EMULATED, monkeypatch) as cuda:
+        assert len(answers(cuda)) == len(PROMPTS)
+    code, faults = started(path, monkeypatch, "--kv-cache-dtype", "int8")
+    assert code == 1 and len(faults) == 1
+    assert "heads of 256 in int8 takes 101888 bytes of shared memory" in faults[0] and "has 101376" in faults[0]
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_kernels_are_launched_one_by_one_where_a_graph_cannot_be_made(toy, monkeypatch):
+    with worker(toy, "cuda", EMULATED, monkeypatch) as cuda:
+        expected = answers(cuda)
+    monkeypatch.setenv("CUSIM_FAIL", "instantiate:1")
+    with worker(toy, "cuda", EMULATED, monkeypatch) as cuda:
+        assert answers(cuda) == expected
+
+
 def test_auto_without_a_device_says_so_once_and_runs_on_the_cpu(toy, tmp_path, monkeypatch):
     missing = str(tmp_path / "none.so")
     with worker(toy, "auto", missing, monkeypatch) as auto:

@@ -28,22 +28,37 @@ static constexpr struct kv_kernels kv_kernels_of()
 
 static const struct kv_kernels kv_kernels[KV_STORES] = {kv_kernels_of<STORE_BF16>(), kv_kernels_of<STORE_FP8>(),
                                                         kv_kernels_of<STORE_INT8>()};
-static const size_t tile_shared_bytes[DIMS] = {sizeof(tile_shared<64>), sizeof(tile_shared<128>), sizeof(tile_shared<256>)};
-
-int attention_prepare(struct kvg_error *err)
-{
-    int failed = 0;
-    for (const struct kv_kernels &kernels : kv_kernels)
-        for (int d = 0; d < DIMS && !failed; d++)
-            failed = cuda_failed(cudaFuncSetAttribute((const void *)kernels.tile[d], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                      (int)tile_shared_bytes[d]),
-                                 err, "shared memory of attention");
-    return failed;
-}
+static const size_t tile_bytes[DIMS] = {sizeof(tile_shared<64>), sizeof(tile_shared<128>), sizeof(tile_shared<256>)};
+static const size_t tile_scale_bytes[DIMS] = {tile_shared<64>::scale_bytes, tile_shared<128>::scale_bytes,
+                                              tile_shared<256>::scale_bytes};
 
 static const struct kv_kernels &kernels_of(const struct cuda_backend *cuda)
 {
     return kv_kernels[kv_store_of(&cuda->kv)];
+}
+
+static int dim_of(uint32_t head_dim)
+{
+    return head_dim <= 64 ? 0 : head_dim <= 128 ? 1 : 2;
+}
+
+/* The scales, which lie last, only where the pool has them: heads of 256 then just fit the 99 KiB of compute capability 8.6. */
+static size_t tile_memory(const struct cuda_backend *cuda)
+{
+    int dim = dim_of(cuda->kv.head_dim);
+    return tile_bytes[dim] - (kv_store_of(&cuda->kv) == STORE_INT8 ? 0 : tile_scale_bytes[dim]);
+}
+
+int attention_prepare(const struct cuda_backend *cuda, struct kvg_error *err)
+{
+    size_t wanted = tile_memory(cuda);
+    if (wanted > cuda->shared_most)
+        return kvg_fail(err, KVG_UNSUPPORTED,
+                        "cuda: attention with heads of %u in %s takes %zu bytes of shared memory, %s has %zu", cuda->kv.head_dim,
+                        backend_kv_dtype_name(cuda->kv.dtype), wanted, cuda->name, cuda->shared_most);
+    const void *kernel = (const void *)kernels_of(cuda).tile[dim_of(cuda->kv.head_dim)];
+    return cuda_failed(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)wanted), err,
+                       "shared memory of attention");
 }
 
 static struct kv_view layer_view(const struct cuda_backend *cuda, uint32_t layer)
@@ -81,11 +96,6 @@ void launch_rope_store(struct cuda_backend *cuda, const struct op *op)
     cuda_launched(cuda, "rope_store", rope->q->rows, rope->q->cols, op->n);
 }
 
-static int dim_of(uint32_t head_dim)
-{
-    return head_dim <= 64 ? 0 : head_dim <= 128 ? 1 : 2;
-}
-
 static void launch_decode(struct cuda_backend *cuda, const struct attention_args &args, const struct rope_args &rope,
                           const struct kv_view &kv, const struct act_forms *forms)
 {
@@ -113,9 +123,8 @@ void launch_attention(struct cuda_backend *cuda, const struct op *op, const stru
         launch_decode(cuda, args, rope ? rope_args_of(rope) : rope_args(), kv, cuda->n_tiles ? &none : forms);
     if (!cuda->n_tiles)
         return;
-    int dim = dim_of(kv.head_dim);
-    CU_LAUNCH(kernels_of(cuda).tile[dim], dim3(kv.n_kv_heads, cuda->n_tiles), TILE_THREADS, tile_shared_bytes[dim], cuda->stream,
-              args, kv, cuda->view);
+    CU_LAUNCH(kernels_of(cuda).tile[dim_of(kv.head_dim)], dim3(cuda->n_tiles, kv.n_kv_heads), TILE_THREADS, tile_memory(cuda),
+              cuda->stream, args, kv, cuda->view);
     cuda_launched(cuda, "attention_tile", kv.n_heads, kv.head_dim, cuda->n_tiles);
     if (forms->form != FORM_NONE)
         launch_form(cuda, op->n, attention->out, NULL, forms);

@@ -282,7 +282,8 @@ template <int D>
 struct tile_shared {
     static constexpr int KEYS = D > 128 ? 32 : 64, LD = D + 8; /* 16 bytes of padding: ldmatrix meets no bank twice */
     uint16_t q[TILE_ROWS][LD], k[2][KEYS][LD], v[2][KEYS][LD];
-    float k_scale[2][KEYS], v_scale[2][KEYS]; /* STORE_INT8 */
+    static constexpr size_t scale_bytes = 2 * 2 * KEYS * sizeof(float);
+    float k_scale[2][KEYS], v_scale[2][KEYS]; /* STORE_INT8; else not in memory */
 };
 
 /* Eight values become bf16, which holds 8-bit values exactly. */
@@ -413,7 +414,7 @@ __device__ __forceinline__ void tile_softmax(float s[][4], float o[][4], int r, 
         }
 }
 
-/* D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool. grid (kv heads, items); without the bound on blocks the
+/* D: head_dim rounded up to 64, 128 or 256; STORE: of the KV pool. grid (items, kv heads); without the bound on blocks the
  * compiler aims at more, and spills */
 template <int D, int STORE>
 __global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
@@ -422,7 +423,7 @@ __global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
     constexpr int KEYS = tile_shared<D>::KEYS;
     CU_DYN_SMEM(uint4, memory);
     struct tile_shared<D> &shared = *(struct tile_shared<D> *)memory;
-    const struct attention_item item = step.tiles[blockIdx.y];
+    const struct attention_item item = step.tiles[blockIdx.x];
     if (item.seq == NO_SEQ)
         return;
     const struct seq_state seq = step.seqs[item.seq];
@@ -432,13 +433,13 @@ __global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
     uint32_t lane = threadIdx.x % WARP, row0 = threadIdx.x / WARP * 16 + lane / 4;
     uint32_t begin = window_start(kv, seq.n_past + first_pair / group) / KEYS * KEYS; /* rows ascend: none sees a key before it */
 
-    load_keys<D, STORE>(shared, 0, kv, table, blockIdx.x, begin, end);
+    load_keys<D, STORE>(shared, 0, kv, table, blockIdx.y, begin, end);
     for (uint32_t i = threadIdx.x; i < TILE_ROWS * D / 2; i += TILE_THREADS) {
         uint32_t r = i / (D / 2), c = i % (D / 2) * 2, pair = first_pair + r;
         uint32_t both = 0;
         if (pair < pairs && c < kv.head_dim) {
             const float *q = args.q + (size_t)(seq.first_row + pair / group) * args.cols +
-                             (blockIdx.x * group + pair % group) * kv.head_dim + c;
+                             (blockIdx.y * group + pair % group) * kv.head_dim + c;
             both = bf16_pair(q[0], q[1]);
         }
         *(uint32_t *)&shared.q[r][c] = both;
@@ -451,7 +452,7 @@ __global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
     }
     for (uint32_t first = begin, stage = 0; first < end; first += KEYS, stage ^= 1) {
         if (first + KEYS < end) {
-            load_keys<D, STORE>(shared, stage ^ 1, kv, table, blockIdx.x, first + KEYS, end);
+            load_keys<D, STORE>(shared, stage ^ 1, kv, table, blockIdx.y, first + KEYS, end);
             cp_async_wait<1>();
         } else {
             cp_async_wait<0>();
@@ -477,7 +478,7 @@ __global__ void __launch_bounds__(TILE_THREADS, D > 64 ? 1 : 4)
         if (pair > last_pair)
             continue;
         float *out =
-            args.out + (size_t)(seq.first_row + pair / group) * args.cols + (blockIdx.x * group + pair % group) * kv.head_dim;
+            args.out + (size_t)(seq.first_row + pair / group) * args.cols + (blockIdx.y * group + pair % group) * kv.head_dim;
 #pragma unroll
         for (int n = 0; n < D / 8; n++) {
             uint32_t c = n * 8 + lane % 4 * 2;

@@ -86,6 +86,7 @@ static int choose_device(struct cuda_backend *cuda, struct kvg_error *err)
                         properties.major, properties.minor, COMPUTE_MAJOR_MIN);
     snprintf(cuda->name, sizeof cuda->name, "%.*s", (int)sizeof cuda->name - 1, properties.name);
     cuda->sm_count = properties.multiProcessorCount;
+    cuda->shared_most = properties.sharedMemPerBlockOptin;
     return cuda_failed(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), err, "a stream");
 }
 
@@ -108,7 +109,7 @@ int kvgate_cuda_open(struct backend **out, const struct backend_options *options
     failed = comm_agree(options->comm, choose_device(cuda, err), err);
     if (!failed && options->comm)
         failed = comm_nccl_open(&cuda->comm, options->comm, cuda->stream, err);
-    if (failed || (failed = matmul_prepare(err)) || (failed = attention_prepare(err)) ||
+    if (failed || (failed = matmul_prepare(err)) ||
         (!options->deterministic && !options->eager && (failed = cuda_open_graphs(cuda, err)))) {
         cuda_close(&cuda->base);
         return failed;

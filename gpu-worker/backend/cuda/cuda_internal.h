@@ -91,6 +91,7 @@ struct cuda_backend {
     cudaStream_t stream;
     char name[64]; /* "NVIDIA H200" */
     int sm_count;
+    size_t shared_most; /* bytes of shared memory that a block may ask for */
     uint32_t most_rows; /* of an activation that meets a product */
     struct tensor *tensors;
     struct column_order *orders;
@@ -245,7 +246,8 @@ void launch_gemv(struct cuda_backend *cuda, struct products *products, const str
 void launch_grouped(struct cuda_backend *cuda, struct products *products, const struct tensor *x);
 /* What products of n rows with a matrix of this kind read; FORM_NONE: x itself. */
 enum act_form matmul_form(const struct cuda_backend *cuda, const struct matrix *w, uint32_t n);
-int attention_prepare(struct kvg_error *err);
+/* For the KV pool's heads and type. */
+int attention_prepare(const struct cuda_backend *cuda, struct kvg_error *err);
 /* rope: what the decoding kernel does before it attends; NULL = nothing, it has been done. */
 void launch_attention(struct cuda_backend *cuda, const struct op *op, const struct backend_rope *rope,
                       const struct act_forms *forms);

@@ -105,12 +105,13 @@ static struct graph *find(struct cuda_backend *cuda)
     return graph;
 }
 
-/* On failure the graph stays empty, and the caller queues the kernels one by one. */
+/* On failure the graph stays empty, and the caller queues the kernels one by one: the error is not that of their first. */
 static bool capture(struct cuda_backend *cuda, struct graph *graph)
 {
     cudaGraph_t captured = NULL;
     graph->ops = malloc(cuda->n_ops * sizeof *graph->ops);
     if (!graph->ops || cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) {
+        cudaGetLastError();
         drop(graph);
         return false;
     }
@@ -120,6 +121,7 @@ static bool capture(struct cuda_backend *cuda, struct graph *graph)
     if (captured)
         cudaGraphDestroy(captured);
     if (!good) {
+        cudaGetLastError();
         graph->exec = NULL;
         drop(graph);
         return false;
@@ -139,5 +141,8 @@ bool graph_run(struct cuda_backend *cuda)
     struct graph *graph = find(cuda);
     if (!graph->exec && !capture(cuda, graph))
         return false;
-    return cudaGraphLaunch(graph->exec, cuda->stream) == cudaSuccess;
+    if (cudaGraphLaunch(graph->exec, cuda->stream) == cudaSuccess)
+        return true;
+    cudaGetLastError();
+    return false;
 }

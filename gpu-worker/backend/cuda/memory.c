@@ -284,8 +284,8 @@ int cuda_kv_alloc(struct backend *backend, const struct backend_kv *kv, struct k
     if (failed)
         return failed;
     cuda->kv = *kv;
-    if ((failed = alloc_parts(cuda, err)) || (failed = alloc_squares(cuda, err)) || (failed = cuda_open_step(cuda, err)) ||
-        (failed = alloc_outputs(cuda, err)))
+    if ((failed = attention_prepare(cuda, err)) || (failed = alloc_parts(cuda, err)) || (failed = alloc_squares(cuda, err)) ||
+        (failed = cuda_open_step(cuda, err)) || (failed = alloc_outputs(cuda, err)))
         return failed;
     cudaMemGetInfo(&free_bytes, &total);
     if (cuda_alloc((void **)&cuda->kv_memory, bytes, "KV blocks", err))
