@@ -122,16 +122,28 @@ start_nginx() {
     wait_for nginx 20 gateway_ready
 }
 
+# What runs keeps its ports: parts on other ones would be another stack, which make stop ends by halves.
+same_ports() {
+    local w kept any='' ports="PORT=$PORT REDIS_PORT=$REDIS_PORT WORKER_PORT=$WORKER_PORT"
+    for w in redis $WORKERS nginx; do running "$w" >/dev/null && any=yes; done
+    kept=$(cat "$RUN/ports" 2>/dev/null)
+    [ -n "$any" ] && [ -n "$kept" ] && [ "$kept" != "$ports" ] && {
+        say "what runs was started with $kept, not $ports: make run with the same ones, or make stop first"
+        exit 1
+    }
+    mkdir -p "$RUN" && echo "$ports" >"$RUN/ports"
+}
+
 # ---- commands ----
 
 start() {
     local w all=yes
+    same_ports
     for w in redis $WORKERS nginx; do running "$w" >/dev/null || all=no; done
-    [ $all = yes ] && { say "already running"; show_commands; return; }
+    [ $all = yes ] && { say "already running (make stop first, for another model or other flags)"; show_commands; return; }
     for w in "$B/kvgate-worker" "$B/kvgate-prompt" "$B/ngx_http_kvgate_module.so" "$MODEL"; do
         [ -e "$w" ] || { say "$w is missing: make run builds and fetches it"; exit 1; }
     done
-    mkdir -p "$RUN"
     RUN=$(realpath "$RUN")
     need_port redis "$REDIS_PORT"
     for w in $WORKERS; do need_port "$w" "$(api_port "$w")"; need_port "$w" "$(gateway_port "$w")"; done

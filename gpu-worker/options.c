@@ -25,9 +25,10 @@ struct flag {
 #define AT(member) offsetof(struct options, member)
 
 static const struct flag flags[] = {
-    {"model", TEXT, AT(model), "FILE", "GGUF file of the model; required"},
+    {"model", TEXT, AT(model), "FILE", "the model: a GGUF file, or a Hugging Face folder; required"},
     {"served-model-name", NAMES, AT(served_model_name), "NAME [ALIAS ...]",
-     "name in requests, replies and Redis; default: the file's name without .gguf. Aliases are accepted in requests"},
+     "name in requests, replies and Redis; default: the name of the file, without .gguf, or of the folder. Aliases are accepted "
+     "in requests"},
     {"host", TEXT, AT(host), "ADDRESS", "address of the plain listener; default 127.0.0.1"},
     {"port", COUNT, AT(port), "N", "TCP port of the plain listener; 0 = none; default 8000", 0, 65535},
     {"api-key", TEXT, AT(api_key), "KEY",
@@ -66,7 +67,8 @@ static const struct flag flags[] = {
      "order of waiting requests; priority: lower numbers first; default fcfs"},
     {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE[,ngram]",
      "draft several tokens and verify them in one step; ngram: what followed the last tokens when they "
-     "stood in the context before; FILE: this and a smaller model with the same vocabulary, a GGUF file, whichever pays more for "
+     "stood in the context before; FILE: this and a smaller model with the same vocabulary, file or folder, whichever pays more "
+     "for "
      "a request (\",ngram\" only spells that out); default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
@@ -246,9 +248,13 @@ static int check_name(const char *flag, const char *name, struct kvg_error *err)
 
 static void derive_name(struct options *options)
 {
-    const char *slash = strrchr(options->model, '/'), *base = slash ? slash + 1 : options->model;
-    size_t len = strlen(base);
-    if (len > 5 && strcmp(base + len - 5, ".gguf") == 0)
+    const char *end = options->model + strlen(options->model), *base;
+    while (end > options->model + 1 && end[-1] == '/') /* a folder's */
+        end--;
+    for (base = end; base > options->model && base[-1] != '/';)
+        base--;
+    size_t len = (size_t)(end - base);
+    if (len > 5 && memcmp(end - 5, ".gguf", 5) == 0)
         len -= 5;
     snprintf(options->name_buffer, sizeof options->name_buffer, "%.*s", (int)len, base);
     options->served_model_name = options->name_buffer;
@@ -311,7 +317,7 @@ static int read_speculative_member(struct options *options, const struct kvg_jso
     if (kvg_str_eq(member->key, "model")) {
         if (member->type != KVG_JSON_STRING || member->str.len == 0 || member->str.len >= sizeof options->draft_buffer ||
             memchr(member->str.bytes, 0, member->str.len))
-            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"model\" must be the name of a GGUF file");
+            return kvg_fail(err, KVG_INVALID, "--speculative-config: \"model\" must be the name of a file or folder");
         snprintf(options->draft_buffer, sizeof options->draft_buffer, "%.*s", (int)member->str.len, member->str.bytes);
         return KVG_OK;
     }

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include "gpu-worker/log.h"
 #include "gpu-worker/tools/quantize.h"
 
@@ -26,8 +27,15 @@ static _Noreturn void usage(const char *what, const char *why)
 }
 
 static const char help[] =
-    "kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16, or IN/ OUT/ --format\n"
-    "w8a8|gptq-int4|awq-int4    [--calibration FILE.jsonl|FILE.txt [--awq|--act-order]] [--lm-head]\n"
+    "usage: kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16 [--calibration FILE [--awq]] [flags]\n"
+    "       kvgate-quantize IN/ OUT/ --format w8a8|gptq-int4|awq-int4 [--calibration FILE [--act-order]] [flags]\n"
+    "\n"
+    "Writes a model with the matrices of its layers in another format: a GGUF file, or a Hugging Face folder (OUT/ must not "
+    "exist).\n"
+    "\n"
+    "    --calibration FILE  of text, or JSON lines with text, prompt or messages: rounds by what the model's inputs are on it\n"
+    "                  (q4_0, gptq-int4: GPTQ; awq-int4: AWQ);  --awq  AWQ for q4_0;  --act-order  for gptq-int4\n"
+    "    --lm-head     the output matrix as well\n"
     "    --group N     columns that share a scale in gptq-int4 and awq-int4, a power of two from 8 to 128, default 128; "
     "kvgate-worker serves\n"
     "                  multiples of 32\n"
@@ -90,6 +98,18 @@ static void read_flags(struct quantize_flags *flags, int argc, char **argv)
         usage("", help);
 }
 
+/* Which of the two IN is, said before its bytes are taken for the other. What cannot be opened is said by who opens it. */
+static void check_input(const struct quantize_flags *flags, bool wants_folder)
+{
+    struct stat st;
+    if (stat(flags->in, &st) != 0)
+        return;
+    if (wants_folder && !S_ISDIR(st.st_mode))
+        usage(flags->in, "is a file: --format w8a8, gptq-int4 and awq-int4 take a Hugging Face folder");
+    if (!wants_folder && S_ISDIR(st.st_mode))
+        usage(flags->in, "is a folder: --format q8_0, q4_0 and bf16 take a GGUF file");
+}
+
 /* The format's own function. */
 static int (*function_of(const struct quantize_flags *flags))(const struct quantize_flags *flags, struct kvg_error *err)
 {
@@ -108,6 +128,7 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
             usage("--awq", "needs --calibration and --format q4_0");
         if (flags->act_order && (!flags->calibration || strcmp(flags->format, "gptq-int4") != 0))
             usage("--act-order", "needs --calibration and --format gptq-int4");
+        check_input(flags, known[i].quantize == quantize_hf);
         return known[i].quantize;
     }
     usage("--format", "must be one of q8_0, q4_0, bf16, w8a8, gptq-int4, awq-int4");

@@ -184,7 +184,12 @@ static uint32_t number(const char *flag, const char *text, uint32_t least, uint3
 
 static const char help[] =
     "kvgate-score --model FILE [--model FILE ...] [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] "
-    "[--from 0] [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]";
+    "[--from 0]\n"
+    "             [--device cpu] [--cpu-isa auto] [--cpu-arithmetic auto] [--threads N]\n"
+    "\n"
+    "What log-probability each model gives to a text, and its KL divergence from the base, as a line of JSON (sums, in nats) a "
+    "window\n"
+    "of --context tokens: of its tokens from the --skip-th on, until --tokens are scored. --from W begins at window W.";
 
 static void read_flags(struct flags *flags, int argc, char **argv)
 {

@@ -165,6 +165,8 @@ def test_an_interrupted_run_leaves_nothing_under_the_name(tmp_path):
     (["IN", "/dev/full", "--format", "q4_0"], ["no regular file"]),
     (["IN", "/nowhere/out", "--format", "q4_0"], ["/nowhere/out"]),
     (["IN", "OUT", "x", "--format", "q4_0"], ["third"]),
+    (["IN", "OUT", "--format", "w8a8"], ["is a file", "Hugging Face folder"]),
+    (["/usr", "OUT", "--format", "q8_0"], ["/usr", "is a folder", "GGUF file"]),
 ])
 def test_what_cannot_be_done_is_refused_in_a_line(args, words, toy, tmp_path):
     done = quantize(*[{"IN": toy[0], "OUT": tmp_path / "out.gguf"}.get(a, a) for a in args])

@@ -72,6 +72,13 @@ def test_start_again_starts_nothing(demo):
     assert again.returncode == 0 and "already running" in again.stdout and demo.pids() == before
 
 
+def test_other_ports_than_those_of_what_runs_are_refused(demo):
+    before = demo.pids()
+    refused = demo.stack("start", REDIS_PORT=str(free_port()))
+    assert refused.returncode == 1 and f"REDIS_PORT={demo.redis_port} " in refused.stdout and "make stop" in refused.stdout
+    assert demo.pids() == before and demo.stack("start").returncode == 0
+
+
 def test_a_taken_port_is_named_and_nothing_is_started(demo, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

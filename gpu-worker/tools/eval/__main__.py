@@ -145,6 +145,7 @@ def main():
         return 1
     report.write(options.out, out)
     print(report.markdown(out))
+    print(f"kvgate-eval: report and answers are in {options.out}", file=sys.stderr)
     return 0
 
 
