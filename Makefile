@@ -378,7 +378,7 @@ bench-cpu-table:
 bench-kernels: COUNTS ?= 1,8,32,512
 bench-kernels: $(B)/tests/bench/bench_kernels
 	@for format in $(or $(FORMATS),Q4_1 Q8_0); do $< $$format $(or $(ISAS),auto) 0 9 $(COUNTS) || exit; done
-#: bench-quant             one model in BF16, W8A8 and INT4: bytes, speed, loss (FORMS WHAT RUNS KL_TOKENS ITEMS)
+#: bench-quant             one model in BF16, W8A8 and INT4: bytes, speed, loss (FORMS WHAT RUNS STEPS KL_TOKENS ITEMS)
 bench-quant: deps models-all
 	$(MAKE) -j$(JOBS) programs tools
 	B=$(B) $(PYTHON) tests/bench/bench_quant.py
@@ -386,11 +386,11 @@ bench-quant: deps models-all
 bench-latency: deps models-test
 	$(MAKE) -j$(JOBS) programs tools
 	B=$(B) $(PYTHON) tests/bench/bench_latency.py
-#: bench-spec              speculative decoding
+#: bench-spec              speculative decoding (ROWS PAIRS; in pieces: APPEND=1 SECONDS=52)
 bench-spec: deps models-all
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_spec.py
-#: bench-stack             prefix cache, chunks, batching and speculation, alone and together
+#: bench-stack             prefix cache, chunks, batching and speculation, alone and together (ROUNDS; in pieces: APPEND=1 SECONDS=56)
 bench-stack: deps models
 	$(MAKE) -j$(JOBS) programs
 	B=$(B) $(PYTHON) tests/bench/bench_stack.py
