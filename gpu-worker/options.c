@@ -362,7 +362,7 @@ static int read_speculative_config(struct options *options, struct kvg_error *er
     for (uint32_t i = 0; code == KVG_OK && i < config->n; i++)
         code = read_speculative_member(options, &config->items[i], &by_model, err);
     kvg_arena_free(&arena);
-    if (code == KVG_OK && by_model && !options->draft_buffer[0])
+    if (code == KVG_OK && by_model && (!options->draft_buffer[0] || strcmp(options->draft_buffer, "ngram") == 0))
         return kvg_fail(err, KVG_INVALID, "--speculative-config: \"method\" is \"draft_model\", but \"model\" names no file");
     if (options->draft_buffer[0])
         options->speculative_model = options->draft_buffer;
