@@ -243,7 +243,7 @@ $(B)/cuda/tests/cusim/test_language: %: %.cu.o
 $(B)/cuda/$(BENCH_DEVICE): $(B)/cuda/tests/device/ceilings.cu.o
 $(OPS_TEST:%.c=$(B)/cuda/%) $(B)/cuda/$(BENCH_DEVICE): %: %.o $(CUDA_OBJ) $(LIBS)
 	$(call say,LD)
-	$(Q)$(NVCC) -cudart static $^ -o $@ -Xlinker --as-needed -lcmocka $(LDLIBS)
+	$(Q)$(NVCC) -cudart static $^ -o $@ -Xlinker --strip-debug,--as-needed -lcmocka $(LDLIBS)
 $(B)/cusim/plain/$(BENCH_DEVICE): %: %.o $(B)/cusim/plain/tests/device/ceilings.cu.o $(B)/cusim/plain/libcuda_backend.a $(B)/cusim/plain/libcusim.a $(LIBS)
 	$(call say,LD)
 	$(Q)g++ $^ -o $@ $(LDLIBS)
@@ -251,7 +251,12 @@ $(B)/cusim/plain/$(BENCH_DEVICE): %: %.o $(B)/cusim/plain/tests/device/ceilings.
 gpu-check: gpu-check-build
 	@B=$(B) python3 tests/device/gpu_check.py
 #: gpu-check-build         what gpu-check runs, without running it
-gpu-check-build: $(if $(EMULATED),$(DEVICE_TEST:%=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(DEVICE_BIN))
+gpu-check-build: $(if $(EMULATED),$(DEVICE_TEST:%=$(B)/cusim/plain/%) $(B)/cusim/plain/$(BENCH_DEVICE),$(B)/cuda/tests/lib)
+# The libraries that a machine with nothing but a driver lacks, to go along; gpu_check.py names the folder to the loader.
+$(B)/cuda/tests/lib: $(DEVICE_BIN)
+	@mkdir -p $@
+	$(Q)LD_LIBRARY_PATH= ldd $(DEVICE_BIN) | sed -nE '/libcmocka|libutf8proc|libxxhash|libhiredis|libhttp_parser|libcrypto/ s/.* => (\/[^ ]+) .*/\1/p' | sort -u | xargs -r cp -L -t $@
+	@touch $@
 
 $(B)/kvgate-cuda-emulated.so: $(B)/cusim/plain/kvgate-cuda.so
 	@cp $< $@

@@ -10,6 +10,7 @@ import glob
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 
@@ -200,7 +201,11 @@ def run_gpu_check(results):
         with open(table if os.path.exists(table) else os.devnull, encoding="utf-8") as f:
             missing = KERNELS - {row["kernel"] for row in csv.DictReader(f)}
         results.add("its table has all kernels", not missing, ", ".join(missing))
-        golden = os.path.join(out, "goldens/test_cuda_ops")
+        files = sorted(os.listdir(out))
+        results.add("it leaves seven files", len(files) == 7 and "summary.txt" in files, ", ".join(files))
+        with tarfile.open(os.path.join(out, "goldens.tar.gz")) as tar:
+            tar.extractall(folder)
+        golden = os.path.join(folder, "goldens/test_cuda_ops")
         command, env = [program("plain", "backend/test_cuda_ops"), "test_head*"], {"KVGATE_GOLDENS_FROM": golden, "TWIN_SEED": "1"}
         code, output, _ = run(command, **env)
         results.add("its goldens are given again", code == 0, output=output)

@@ -426,7 +426,7 @@ static void atomics_of_all_blocks_add_up(void **)
     assert_true(total == 96.0f);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(each_thread_sees_what_was_written_before_the_barrier, no_errors),
@@ -443,5 +443,7 @@ int main(void)
         cmocka_unit_test_teardown(intrinsics_match_their_definitions, no_errors),
         cmocka_unit_test_teardown(atomics_of_all_blocks_add_up, no_errors),
     };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

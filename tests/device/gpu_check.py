@@ -2,12 +2,13 @@
 """make gpu-check: everything there is to learn about the CUDA backend from one short stay on a machine with a GPU.
 
 Sections run in the order of their worth, each within a budget of its own and all within BUDGET seconds (540): what does not fit is
-left out and named, first the profiler, then the sanitizer, then the largest products. Everything goes to OUT (build/gpu-check):
-environment.txt, ceilings.csv, kernels.csv, decode.csv, goldens/, *.log, and summary.txt, which ends with what each section took and
-"N passed, N failed, N left out".
+left out and named, first the profiler, then the sanitizer, then the largest products. A sanitizer or profiler that the machine
+lacks or forbids is left out, too. Seven files go to OUT (build/gpu-check), anew after each section: environment.txt, ceilings.csv,
+kernels.csv, decode.csv, goldens.tar.gz, logs.tar.gz, and summary.txt, which ends with what each section took and "N passed, N failed,
+N left out".
 
-Where only the binaries are brought along (build/cuda/tests, built by `make gpu-check-build`), run this file itself. If they do not
-start there and nvcc is at hand, they are built again for that device alone.
+Where only the binaries are brought along (build/cuda/tests, built by `make gpu-check-build`, with the libraries that they need), run
+this file itself. If they do not start there and nvcc is at hand, they are built again for that device alone.
 
 EMULATED=1 runs the same script on the emulator with tiny shapes; tools that are not on PATH are left out there.
 """
@@ -16,12 +17,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BUILD = os.environ.get("B", "build")
-OUT = os.path.abspath(os.environ.get("OUT") or os.path.join(ROOT, BUILD, "gpu-check"))
+RESULTS = os.path.abspath(os.environ.get("OUT") or os.path.join(ROOT, BUILD, "gpu-check"))
+OUT = RESULTS + "-work"  # where sections write, models too
 BUDGET = float(os.environ.get("BUDGET", 540))
 EMULATED = bool(os.environ.get("EMULATED"))
 PROGRAMS = os.path.join(BUILD, "cusim/plain/tests" if EMULATED else "cuda/tests")
@@ -43,6 +46,7 @@ class Check:
         self.until = self.began + BUDGET
         self.passed, self.failed, self.left_out = [], [], []
         self.lines, self.sections = [], []
+        self.hopeless = False  # no kernel runs: no section after this one can say anything
 
     def say(self, text):
         self.lines.append(text)
@@ -61,9 +65,23 @@ class Check:
             self.failed.append(name)
             self.say(f"FAIL {name}: {traceback.format_exc() if EMULATED else repr(e)}")
         self.sections.append((name, budget, time.monotonic() - began))
+        self.deliver()
 
-    def run(self, name, command, limit, **env):
-        """True when the command ended well; its output goes to NAME.log."""
+    def deliver(self):
+        """What there is so far, as few files: should this be stopped, it is not lost."""
+        with open(os.path.join(OUT, "summary.txt"), "w", encoding="utf-8") as f:
+            f.write("\n".join(self.lines) + "\n")
+        names = sorted(os.listdir(OUT))
+        for name in names:
+            if name.endswith((".txt", ".csv")):
+                shutil.copy(os.path.join(OUT, name), RESULTS)
+        for pack, members in (("logs", [n for n in names if n.endswith(".log")]), ("goldens", [n for n in names if n == "goldens"])):
+            with tarfile.open(os.path.join(RESULTS, pack + ".tar.gz"), "w:gz") as tar:
+                for member in members:
+                    tar.add(os.path.join(OUT, member), member)
+
+    def run(self, name, command, limit, failures=None, **env):
+        """True when the command ended well; its output goes to NAME.log. failures: the codes that mean one; others: it could not run."""
         limit = min(limit * (4 if EMULATED else 1), self.left())
         if limit < 2:
             return self.skip(name, "no time")
@@ -75,8 +93,12 @@ class Check:
                 code = f"stopped after {limit:.0f} s"
             except OSError as e:
                 code = str(e)
+        if failures and code and code not in failures:
+            with open(log, encoding="utf-8", errors="replace") as f:
+                said = [line.strip() for line in f if line.strip()]
+            return self.skip(name, f"ended with {code}: " + (next((s for s in said if "rror" in s), said[-1]) if said else "no output"))
         (self.failed if code else self.passed).append(name)
-        self.say(f"{'FAIL' if code else 'ok  '} {name} {time.monotonic() - began:.1f} s" + (f" ({code}; see {log})" if code else ""))
+        self.say(f"{'FAIL' if code else 'ok  '} {name} {time.monotonic() - began:.1f} s" + (f" ({code}; see {os.path.basename(log)})" if code else ""))
         return not code
 
     def skip(self, name, why):
@@ -85,10 +107,13 @@ class Check:
         return False
 
 
+STARTS = [program(LANGUAGE), "every_block*"]  # one plain kernel
+
+
 def starts():
     """Whether the binaries find a device that they can run on."""
     try:
-        return subprocess.run([program(LANGUAGE)], cwd=ROOT, capture_output=True, timeout=30).returncode == 0
+        return subprocess.run(STARTS, cwd=ROOT, capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -100,10 +125,12 @@ def environment(check):
             if shutil.which(command[0]):
                 f.write(f"$ {' '.join(command)}\n{subprocess.run(command, capture_output=True, text=True, timeout=20).stdout}\n")
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not starts() and not EMULATED and os.access(nvcc, os.X_OK):
+    if not starts() and not EMULATED and shutil.which("nvidia-smi") and os.access(nvcc, os.X_OK):
         check.until = check.began + BUDGET  # without it nothing can be learnt
+        shutil.rmtree(os.path.join(ROOT, BUILD, "cuda"), ignore_errors=True)  # make would find it up to date, for other devices
         check.run("build for this device", ["make", f"-j{os.cpu_count()}", "gpu-check-build", "CUDA_ARCH=90a", "NO_INSTALL=1", f"B={BUILD}"], 240)
-    check.run("starts", [program(LANGUAGE)], 30)
+    if not check.run("starts", STARTS, 30):
+        check.hopeless = True
 
 
 def rows_of(path):
@@ -134,7 +161,8 @@ def goldens(check):
     """What the device gives, kept. On any machine, for whether the emulator gives the backend's values again, but for roundings:
 
     make build/cusim/plain/tests/cusim/backend/test_cuda_ops
-    KVGATE_GOLDENS_FROM=build/gpu-check/goldens/test_cuda_ops build/cusim/plain/tests/cusim/backend/test_cuda_ops
+    tar xzf build/gpu-check/goldens.tar.gz
+    KVGATE_GOLDENS_FROM=goldens/test_cuda_ops build/cusim/plain/tests/cusim/backend/test_cuda_ops
     """
     folder = os.path.join(OUT, "goldens")
     os.makedirs(folder, exist_ok=True)
@@ -164,7 +192,8 @@ def sanitizer(check):
         if not os.access(tool, os.X_OK):
             check.skip(f"sanitizer {kind}", f"no {tool}")
             continue
-        check.run(f"sanitizer {kind}", [tool, "--tool", kind, "--error-exitcode", "9", program(OPS), "test_head*" if EMULATED else "test_products_do*"], 30)
+        check.run(f"sanitizer {kind}", [tool, "--tool", kind, "--error-exitcode", "9", program(OPS), "test_head*" if EMULATED else "test_products_do*"], 30,
+                  failures=[9])
 
 
 def profiler(check):
@@ -174,7 +203,7 @@ def profiler(check):
             check.skip(f"ncu {kernel}", "not on PATH")
             continue
         command = [tool, "-k", f"regex:{kernel}", "-c", "3", "--kill", "yes", "--set", "basic", "--csv"]
-        check.run(f"ncu {kernel}", [*command, BENCH, "kernels", os.path.join(OUT, "ncu.csv")], 20, BENCH_ONLY="none" if EMULATED else only)
+        check.run(f"ncu {kernel}", [*command, BENCH, "kernels", os.path.join(OUT, "ncu.rows")], 20, failures=["none"], BENCH_ONLY="none" if EMULATED else only)
 
 
 def tables(check):
@@ -226,17 +255,23 @@ SECTIONS = [("environment", environment, 20), ("ceilings", ceilings, 30), ("gold
 
 
 def main():
-    os.makedirs(OUT, exist_ok=True)
+    shutil.rmtree(OUT, ignore_errors=True)
+    for folder in (RESULTS, OUT):
+        os.makedirs(folder, exist_ok=True)
+    os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), os.path.join(ROOT, PROGRAMS, "lib")]))
     check = Check()
     for name, function, budget in SECTIONS:
+        if check.hopeless:
+            check.skip(name, "no kernel runs here")
+            continue
         check.section(name, function, budget * (4 if EMULATED else 1))
     check.say(f"\n{'section':14}{'budget':>8}{'took':>8} s")
     for name, budget, seconds in check.sections:
         check.say(f"{name:14}{budget:8.0f}{seconds:8.1f}")
     check.say(f"{'all':14}{BUDGET:8.0f}{time.monotonic() - check.began:8.1f}\n"
               f"{len(check.passed)} passed, {len(check.failed)} failed, {len(check.left_out)} left out")
-    with open(os.path.join(OUT, "summary.txt"), "w", encoding="utf-8") as f:
-        f.write("\n".join(check.lines) + "\n")
+    check.deliver()
+    shutil.rmtree(OUT)
     return 1 if check.failed else 0
 
 
