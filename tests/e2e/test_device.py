@@ -129,6 +129,21 @@ def test_a_device_with_little_shared_memory_runs_what_fits(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+def test_too_little_memory_at_start_says_what_takes_it(toy, monkeypatch):
+    """Weights in numbers, activations with the flags that set their rows; with fewer rows the worker starts."""
+    monkeypatch.setenv("CUSIM_MEMORY", "7")
+    code, faults = started(toy, monkeypatch)
+    assert code == 1 and len(faults) == 1
+    assert "activations of 2048 rows (--max-num-batched-tokens, --max-num-seqs) beside 0.1 MiB of weights: " in faults[0]
+    assert "of 7.0 MiB free" in faults[0]
+    with worker(toy, "cuda", EMULATED, monkeypatch, "--max-num-batched-tokens", "64", "--max-num-seqs", "8") as cuda:
+        assert answers(cuda)
+    monkeypatch.setenv("CUSIM_FAIL", "malloc:28")
+    code, faults = started(toy, monkeypatch)
+    assert code == 1 and len(faults) == 1 and "no memory for weights, beside 0.1 MiB of the model's: " in faults[0]
+
+
+@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
 def test_kernels_are_launched_one_by_one_where_a_graph_cannot_be_made(toy, monkeypatch):
     with worker(toy, "cuda", EMULATED, monkeypatch) as cuda:
         expected = answers(cuda)

@@ -1,4 +1,5 @@
 /* Tensors, scratch and the KV pool: everything the CUDA backend allocates on the device, all before the first step. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/backend/cuda/comm_nccl.h"
@@ -51,7 +52,10 @@ int cuda_activation(struct backend *backend, struct tensor **out, uint32_t rows,
     struct tensor *tensor = tensor_new(cuda, rows, cols);
     if (!tensor)
         return kvg_fail(err, KVG_NOMEM, "no memory for a tensor");
-    int failed = cuda_alloc((void **)&tensor->data, bytes, "activations", err);
+    char what[112];
+    snprintf(what, sizeof what, "activations of %u rows (--max-num-batched-tokens, --max-num-seqs) beside %.1f MiB of weights",
+             rows, (double)cuda->weight_bytes / (1 << 20));
+    int failed = cuda_alloc((void **)&tensor->data, bytes, what, err);
     if (failed)
         return failed;
     *out = tensor;
@@ -126,7 +130,9 @@ static int upload_matrix(struct cuda_backend *cuda, struct matrix *out, const st
     int failed = weight->grouped ? repack_grouped(&host, weight->grouped, err) : repack(&host, weight, err);
     if (failed)
         return failed;
-    if (!(failed = cuda_alloc((void **)&device, host.bytes, "weights", err)))
+    char what[64];
+    snprintf(what, sizeof what, "weights, beside %.1f MiB of the model's", (double)cuda->weight_bytes / (1 << 20));
+    if (!(failed = cuda_alloc((void **)&device, host.bytes, what, err)))
         failed = cuda_failed(cudaMemcpy(device, host.data, host.bytes, cudaMemcpyHostToDevice), err, "copying weights");
     free(host.data);
     *out = host.matrix;
