@@ -314,7 +314,8 @@ static uint32_t count_prompts(const struct scheduler *sched)
     }
     for (struct sequence *seq = sched->oldest; seq && slots; seq = seq->younger, slots--) {
         n++;
-        n_short += seq->n_ids - cache_peek(sched->cache, &seq->held, seq->ids, seq->n_ids) <= SHORT_PROMPT;
+        n_short +=
+            seq->n_ids <= SHORT_PROMPT || seq->n_ids - cache_peek(sched->cache, &seq->held, seq->ids, seq->n_ids) <= SHORT_PROMPT;
     }
     return n_short > 1 ? n + (SHORT_WEIGHT - 1) * (n_short - 1) : n;
 }
