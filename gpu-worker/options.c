@@ -68,8 +68,7 @@ static const struct flag flags[] = {
     {"speculative-model", TEXT, AT(speculative_model), "ngram|FILE[,ngram]",
      "draft several tokens and verify them in one step; ngram: what followed the last tokens when they "
      "stood in the context before; FILE: this and a smaller model with the same vocabulary, file or folder, whichever pays more "
-     "for "
-     "a request (\",ngram\" only spells that out); default: none"},
+     "for a request (\",ngram\" only spells that out); default: none"},
     {"num-speculative-tokens", COUNT, AT(num_speculative_tokens), "N",
      "drafts of a request at first; the number then follows what is accepted and what it costs, down to none; default 5", 1,
      MOST_SPECULATIVE},

@@ -126,8 +126,8 @@ void pacing_observe(struct pacing *pacing, const struct pacing_step *step, doubl
     bool known = fit->xx[0] > 0;
     double expected = base + fit->row * rows + fit->pair * pairs;
     learn(fit, rows, pairs, seconds - base > 0.1 * seconds ? seconds - base : 0.1 * seconds);
-    if (step->n_decodes == 0 &&
-        pacing->fit[1].xx[0] == 0) { /* beside streams rows are taken to cost as much, until they were seen */
+    /* Beside streams rows are taken to cost as much, until they were seen. */
+    if (step->n_decodes == 0 && pacing->fit[1].xx[0] == 0) {
         pacing->fit[1].row = fit->row;
         pacing->fit[1].pair = fit->pair;
     }

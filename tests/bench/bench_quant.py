@@ -8,9 +8,8 @@ Rows go into build/bench-quant.json one form after the other, so that the whole 
 
     FORMS=w8a8 WHAT=speed make bench-quant
 
-Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 w8a8-head int4 gptq awq
-int4-head gptq-head; w8a8 int4 gptq awq gptq-head), WHAT (of: bytes speed
-kl task; all), RUNS (3), STEPS (15: decode steps of a run), THREADS (2), KL_TOKENS (4096; 100000 for a verdict), TEXT (of KL: judged_text below),
+Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 w8a8-head int4 gptq awq int4-head gptq-head; w8a8 int4 gptq awq gptq-head), WHAT (of:
+bytes speed kl task; all), RUNS (3), STEPS (15: decode steps of a run), THREADS (2), KL_TOKENS (4096; 100000 for a verdict), TEXT (of KL: judged_text below),
 CALIBRATION_TOKENS (8192), TASKS (of kvgate-eval, or files; arithmetic humaneval), ITEMS (100, of each task). *-head: lm_head in INT8 (of a base whose
 output matrix is not tied). int4: rounded; gptq and awq: calibrated, by other text than KL is taken over. At the end the table of all that is in the file.
 """
