@@ -88,10 +88,12 @@ static void open_subject(struct subject *s, const struct plan *plan, uint32_t ro
     struct quant_grouped grouped = {
         .kind = plan->kind, .rows = rows, .cols = cols, .group = plan->kind == GROUPED_W8A8 ? cols : GROUP};
     size_t bytes = matrix_bytes(plan, rows, cols);
-    uint8_t *data = plan->format ? random_weights(plan->format, bytes) : malloc(1);
+    uint8_t *data = plan->format ? random_weights(plan->format, bytes) : NULL;
     grouped.context = &grouped;
     grouped.read = random_rows;
-    if (!data || cpu_backend_open(&s->backend, &options, &err) != 0)
+    if (plan->format && !data)
+        die("open", &(struct kvg_error){.message = "no memory for a matrix"});
+    if (cpu_backend_open(&s->backend, &options, &err) != 0)
         die("open", &err);
     struct backend_weight weight = {
         .format = plan->format, .data = data, .rows = rows, .cols = cols, .grouped = plan->format ? NULL : &grouped};

@@ -138,7 +138,7 @@ static int grow_int16_acts(struct cpu_backend *cpu, uint32_t most, uint32_t cols
     a->high_sum = cpu_alloc(groups * sizeof *a->high_sum);
     a->low_sum = cpu_alloc(groups * sizeof *a->low_sum);
     a->row_scale = cpu_alloc((most + ACTS_TILE) * sizeof *a->row_scale);
-    a->words = cpu_alloc(ACTS_TILE * (size_t)cols * 6);
+    a->words = cpu_alloc(ACTS_TILE * int16_units(cols) * INT16_UNIT * 6);
     a->row_sum = cpu_alloc(ACTS_TILE * sizeof *a->row_sum);
     if (!a->high_plane || !a->low_plane || !a->high_sum || !a->low_sum || !a->row_scale || !a->words || !a->row_sum)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu 16-bit activations", values);

@@ -330,6 +330,37 @@ static void test_matmul_of_the_largest_codes_does_not_overflow(void **unused)
     }
 }
 
+/* Scratch grows by weights as they come: one that fills its last unit of 64 columns after one that fills half of it. */
+static void test_matmul_is_right_behind_a_narrower_weight(void **unused)
+{
+    enum { NARROW = 96, COLS = 128, ROWS = 16 };
+    static float x[ROWS * COLS], narrow[ROWS * N], out[ROWS * N], alone[ROWS * N], bias[N];
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
+        x[i] = random_float();
+    for (size_t f = 0; quant_at(f); f++) {
+        const struct quant_format *format = quant_at(f);
+        if (format->block_values > QUANT_GROUP)
+            continue;
+        uint8_t *rows = random_rows(format, N, COLS), *narrow_rows = random_rows(format, N, NARROW);
+        for (size_t i = 0; i < 2 * sizeof isas / sizeof *isas; i++) {
+            const char *isa = isas[i / 2], *arithmetic = i % 2 ? "int16" : "int8";
+            struct cpu_backend *cpu = open_arithmetic(isa, arithmetic, 1);
+            if (!cpu)
+                continue;
+            multiply(cpu, format, rows, bias, COLS, x, ROWS, alone, false);
+            close_backend(cpu);
+            cpu = open_arithmetic(isa, arithmetic, 1);
+            multiply(cpu, format, narrow_rows, bias, NARROW, x, ROWS, narrow, false);
+            multiply(cpu, format, rows, bias, COLS, x, ROWS, out, false);
+            close_backend(cpu);
+            if (memcmp(out, alone, sizeof out))
+                fail_msg("%s %s %s: a narrower weight changes the product", isa, arithmetic, format->name);
+        }
+        free(rows);
+        free(narrow_rows);
+    }
+}
+
 static void test_matmul_adds_to_its_output(void **unused)
 {
     static float x[3 * 64], out[3 * N], plain[3 * N], bias[N];
@@ -1027,6 +1058,7 @@ int main(void)
         cmocka_unit_test(test_attention_is_right_and_invariant),
         cmocka_unit_test(test_sequences_behind_shared_blocks_get_the_bits_of_their_own_copies),
         cmocka_unit_test(test_tiles_and_runs_behind_many_tokens_do_not_change_a_row),
+        cmocka_unit_test(test_matmul_is_right_behind_a_narrower_weight),
         cmocka_unit_test(test_embed_and_gather_are_exact),
         cmocka_unit_test(test_bad_options_and_steps_are_refused),
     };
