@@ -1,7 +1,7 @@
 /* kvgate-score: log-probabilities that a model gives to a text, and the KL divergence from a base model's, window by window.
  *
- *   kvgate-score --model FILE [--model FILE ...] [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64]
- *                [--from 0] [flags]
+ *   kvgate-score --model FILE [--model FILE ...] [--base FILE] --text FILE [--context 512] [--tokens 100000] [--skip 64] [--from
+ * 0] [flags]
  *
  * The text is cut into windows of `context` tokens (BOS first where the model has one); the positions from `skip` on are scored,
  * each over the whole vocabulary. stdout: one JSON object a line, first {"windows", "scored_per_window", ...}, then one each
@@ -29,20 +29,10 @@ struct scored {
     uint32_t *blocks, n_blocks;
 };
 
-static _Noreturn void end(int status, const char *what, const char *why)
-{
-    fprintf(stderr, "kvgate-score: %s: %s\n", what, why);
-    exit(status);
-}
-
 static _Noreturn void fail(const char *what, const char *why)
 {
-    end(1, what, why);
-}
-
-static _Noreturn void usage(const char *what, const char *why)
-{
-    end(2, what, why);
+    fprintf(stderr, "kvgate-score: %s: %s\n", what, why);
+    exit(1);
 }
 
 static char *read_text(const char *path, size_t *size)
@@ -187,7 +177,7 @@ static uint32_t number(const char *flag, const char *text, uint32_t least, uint3
     unsigned long n = strtoul(text, &end, 10);
     if (*end || text[0] < '0' || text[0] > '9' || n < least || n > most) {
         snprintf(why, sizeof why, "must be a whole number from %u to %u, got \"%.30s\"", least, most, text);
-        usage(flag, why);
+        fail(flag, why);
     }
     return (uint32_t)n;
 }
@@ -227,24 +217,24 @@ static void read_flags(struct flags *flags, int argc, char **argv)
         }
         if (strcmp(argv[i], "--model") == 0 && i + 1 < argc) {
             if (flags->n_models == MOST_MODELS)
-                usage(argv[i + 1], "is one model too many");
+                fail(argv[i + 1], "is one model too many");
             flags->models[flags->n_models++] = argv[i + 1];
             continue;
         }
         while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
             k++;
         if (k == sizeof known / sizeof *known || i + 1 == argc)
-            usage(argv[i],
-                  k == sizeof known / sizeof *known && strcmp(argv[i], "--model") != 0 ? "is not known" : "needs a value");
+            fail(argv[i],
+                 k == sizeof known / sizeof *known && strcmp(argv[i], "--model") != 0 ? "is not known" : "needs a value");
         if (known[k].text)
             *known[k].text = argv[i + 1];
         else
             *known[k].count = number(argv[i], argv[i + 1], known[k].least, known[k].most);
     }
     if (!flags->n_models || !flags->text)
-        usage("usage", help);
+        fail("usage", help);
     if (flags->skip + 2 > flags->context)
-        usage("--skip", "leaves nothing of --context to score");
+        fail("--skip", "leaves nothing of --context to score");
 }
 
 /* The same ids must mean the same texts, or a divergence is that of two alphabets. */
