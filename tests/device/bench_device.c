@@ -289,6 +289,13 @@ static void open_input(struct bench *bench, uint32_t n, uint32_t cols)
     free(x);
 }
 
+/* Matrices that together exceed the L2 cache. */
+static uint32_t copies_of(double bytes)
+{
+    uint32_t copies = small ? 2 : (uint32_t)((160u << 20) / bytes + 1);
+    return copies < MOST_COPIES ? copies : MOST_COPIES;
+}
+
 static const char *product_ceiling(uint32_t n, bool is_float)
 {
     return n <= 16 ? "copy" : is_float ? "mma bf16" : "mma int8";
@@ -305,8 +312,7 @@ static void bench_matmul(const struct quant_format *format, uint32_t rows, uint3
         return;
     uint8_t *data = random_bytes(format, row_bytes * (rows + MOST_COPIES));
     open_bench(&bench, n, 0, false, &kv);
-    bench.copies = small ? 2 : (uint32_t)((160u << 20) / bytes + 1);
-    bench.copies = bench.copies < MOST_COPIES ? bench.copies : MOST_COPIES;
+    bench.copies = copies_of((double)bytes);
     for (uint32_t i = 0; i < bench.copies; i++) {
         struct backend_weight weight = {format, data + i * row_bytes, rows, cols};
         must(bench.b->ops->weight(bench.b, &bench.weights[i], &weight, WEIGHT_MATMUL, &err), &err);
@@ -332,7 +338,7 @@ static void bench_grouped(enum grouped_kind kind, uint32_t rows, uint32_t cols, 
     if (!begins("matmul", shape, "%s %ux%u n=%u", grouped_name(kind), rows, cols, n))
         return;
     open_bench(&bench, n, 0, false, &kv);
-    bench.copies = small ? 2 : (uint32_t)((160u << 20) / bytes + 1);
+    bench.copies = copies_of(bytes);
     for (uint32_t i = 0; i < bench.copies; i++) {
         matrix[i] = (struct quant_grouped){
             .kind = kind, .rows = rows, .cols = cols, .group = group, .first = i, .context = &matrix[i], .read = read_any};

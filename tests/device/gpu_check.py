@@ -14,6 +14,7 @@ EMULATED=1 runs the same script on the emulator with tiny shapes; tools that are
 """
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,14 @@ def starts():
         return False
 
 
+def architectures():
+    """What CUDA_ARCH is to the Makefile, for the devices here: nothing where nvidia-smi does not know them."""
+    done = subprocess.run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+    versions = sorted({(int(major), int(minor)) for major, minor in re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE)})
+    names = " ".join(f"{major}{minor}{'a' if major >= 9 else ''}" for major, minor in versions)
+    return [f"CUDA_ARCH={names}"] if names else []
+
+
 def environment(check):
     commands = [["nvidia-smi"], ["nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC"], ["nvcc", "--version"], ["uname", "-a"]]
     with open(os.path.join(OUT, "environment.txt"), "w", encoding="utf-8") as f:
@@ -128,7 +137,7 @@ def environment(check):
     if not starts() and not EMULATED and shutil.which("nvidia-smi") and os.access(nvcc, os.X_OK):
         check.until = check.began + BUDGET  # without it nothing can be learnt
         shutil.rmtree(os.path.join(ROOT, BUILD, "cuda"), ignore_errors=True)  # make would find it up to date, for other devices
-        check.run("build for this device", ["make", f"-j{os.cpu_count()}", "gpu-check-build", "CUDA_ARCH=90a", "NO_INSTALL=1", f"B={BUILD}"], 240)
+        check.run("build for this device", ["make", f"-j{os.cpu_count()}", "gpu-check-build", *architectures(), "NO_INSTALL=1", f"B={BUILD}"], 240)
     if not check.run("starts", STARTS, 30):
         check.hopeless = True
 

@@ -44,6 +44,16 @@ def test_where_no_kernel_runs_it_ends_at_once_and_builds_nothing(tmp_path):
     assert not os.path.exists(str(out) + "-work")
 
 
+@pytest.mark.parametrize("said, arguments", [("8.6", ["CUDA_ARCH=86"]), ("9.0\\n9.0", ["CUDA_ARCH=90a"]), ("10.0\\n8.0", ["CUDA_ARCH=80 100a"]),
+                                             ("No devices were found", [])])
+def test_it_builds_for_the_devices_that_there_are(said, arguments, tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpu_check.architectures() == arguments
+
+
 def test_after_each_section_the_results_are_few_files(check):
     os.makedirs(os.path.join(gpu_check.OUT, "goldens"))
     for name in ("a.log", "b.log", "kernels.csv", "model.gguf", "goldens/ops"):
