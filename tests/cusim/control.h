@@ -2,7 +2,7 @@
  *   CUSIM_ORDER=fwd|rev|rand<seed>   the order of blocks, warps and lanes
  *   CUSIM_MEMORY=<MiB>               device memory (1024)
  *   CUSIM_DEVICES=0                  no device: cudaGetDeviceCount fails as the real library does
- *   CUSIM_SM=80|86|90|100              what cudaGetDeviceProperties says (90)
+ *   CUSIM_SM=80|86|90|100            what cudaGetDeviceProperties says (90)
  *   CUSIM_FAIL=<call>:<n>            the n-th call (from 1) of malloc, hostalloc, launch, instantiate or sync fails
  *   CUSIM_PROF=<file>                a CHECK build writes a table of its accesses there
  * A process that ends with errors not taken by cusim_take_errors exits with CUSIM_EXIT.

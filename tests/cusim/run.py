@@ -71,7 +71,11 @@ def run_programs(results, pool, profiles):
     todo = [(name, *build) for name in builds for build in builds[name]]
     env = {build: {"CUSIM_PROF": path} for build, path in zip(PROFILED, profiles)}
     env.update({("test_runtime", "check", order): {"CUSIM_PROF": os.devnull} for order in ("fwd", "rand2")})  # it tests the profiler too
-    done = pool.map(lambda t: run([program(t[1], t[0]), *t[3:]], CUSIM_ORDER=t[2], **env.get(t, {})), todo)
+
+    def run_build(build):
+        name, flavour, order, *tests = build
+        return run([program(flavour, name), *tests], CUSIM_ORDER=order, **env.get(build, {}))
+    done = pool.map(run_build, todo)
     for build, (code, output, seconds) in zip(todo, done):
         results.add(" ".join(build), code == 0, f"{seconds:.1f} s", output)
 
@@ -89,15 +93,19 @@ def run_planted(results, pool):
     _, listing, _ = run([program("plain", "planted"), "list"])
     rows = [line.split("\t") for line in listing.splitlines()]
     flavours = {"plain": ORDERS, "check": ["fwd"], "asan": ["fwd", "rev"]}
-    todo = [(row[0], flavour) for row in rows for flavour in flavours]
-    found = dict(zip(todo, pool.map(lambda t: planted_found(t[1], t[0], flavours[t[1]]), todo)))
+    todo = [(name, flavour) for name, _, _ in rows for flavour in flavours]
+
+    def find(pair):
+        name, flavour = pair
+        return planted_found(flavour, name, flavours[flavour])
+    found = dict(zip(todo, pool.map(find, todo)))
     print(f"     {'mistake':28}{'plain':8}{'check':8}{'asan':8}what it is")
     for name, must, what in rows:
         cells = {f: found[name, f] for f in flavours}
         good = all(silent for _, silent in cells.values()) and all(cells[f][0] for f in must.split())
         marks = "".join(f"{('found' if hit else '-') if silent else 'ALARM':8}" for hit, silent in cells.values())
         results.add(f"{name:28}{marks}{what}", good, "" if good else f"(must be found by {must}; ALARM: false alarm)")
-    counts = {f: sum(found[row[0], f][0] for row in rows) for f in flavours}
+    counts = {f: sum(found[name, f][0] for name, _, _ in rows) for f in flavours}
     print(f"     of {len(rows)}: " + ", ".join(f"{f} {n}" for f, n in counts.items()))
 
 

@@ -14,6 +14,7 @@ import test_families as families  # noqa: E402
 import test_quantized as quantized  # noqa: E402
 
 EMULATED = os.path.join(BUILD, "kvgate-cuda-emulated.so")
+emulated = pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
 PROMPTS = ["river stone lamp", "garden winter copper signal harbor meadow thunder", "a"]
 
 
@@ -39,7 +40,7 @@ def devices_said(worker):
     return [line for line in worker.log().splitlines() if "cuda" in line.lower()]
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_the_emulated_device_answers_as_the_cpu_does(toy, monkeypatch):
     with worker(toy, "cpu", "", monkeypatch) as cpu:
         expected = answers(cpu)
@@ -49,7 +50,7 @@ def test_the_emulated_device_answers_as_the_cpu_does(toy, monkeypatch):
     assert len(set(expected)) > 1
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_two_emulated_devices_answer_as_the_cpu_does(tmp_path, monkeypatch):
     path = str(tmp_path / "toy.gguf")
     toy_model.scripted(path, vocab := toy_model.Vocabulary(pieces=["left ", "right ", "up ", "down "]),
@@ -67,7 +68,7 @@ def test_two_emulated_devices_answer_as_the_cpu_does(tmp_path, monkeypatch):
         assert s.choices[0].logprobs.token_logprobs == pytest.approx(said[0].choices[0].logprobs.token_logprobs, abs=0.02)
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_more_ranks_than_devices_are_refused_in_one_line(toy, monkeypatch):
     process = worker(toy, "cuda", EMULATED, monkeypatch, "--tensor-parallel-size", "2")
     monkeypatch.setenv("CUSIM_DEVICES", "1")
@@ -80,7 +81,7 @@ def test_more_ranks_than_devices_are_refused_in_one_line(toy, monkeypatch):
     assert len(faults) == 1 and "--tensor-parallel-size 2 needs as many GPUs, and there is 1" in faults[0]
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 @pytest.mark.parametrize("chunk", [17, 1])
 @pytest.mark.parametrize("name", families.CASES)
 def test_each_family_on_the_emulated_device_says_what_transformers_says(name, chunk, tmp_path, monkeypatch):
@@ -92,7 +93,7 @@ def test_each_family_on_the_emulated_device_says_what_transformers_says(name, ch
     families.check(name, scores, 0.08)
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 @pytest.mark.parametrize("scheme", ["gptq act-order", "gptq act-order asymmetric", "awq", "w8a8"])
 def test_quantized_folders_on_the_emulated_device_say_what_the_cpu_says(scheme, tmp_path, monkeypatch):
     """But for keys and values, queries and probabilities in bf16; a column that is not gathered moves results by their own spread."""
@@ -115,7 +116,7 @@ def started(toy, monkeypatch, *args):
     return done.returncode, [line for line in done.stderr.splitlines() if " info " not in line]
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_a_device_with_little_shared_memory_runs_what_fits(tmp_path, monkeypatch):
     """Compute capability 8.6 and 8.9 give a block 99 KiB: enough for all but heads of 256 with int8 scales."""
     monkeypatch.setenv("CUSIM_SM", "86")
@@ -128,7 +129,7 @@ def test_a_device_with_little_shared_memory_runs_what_fits(tmp_path, monkeypatch
     assert "heads of 256 in int8 takes 101888 bytes of shared memory" in faults[0] and "has 101376" in faults[0]
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_too_little_memory_at_start_says_what_takes_it(toy, monkeypatch):
     """Weights in numbers, activations with the flags that set their rows; with fewer rows the worker starts."""
     monkeypatch.setenv("CUSIM_MEMORY", "7")
@@ -143,7 +144,7 @@ def test_too_little_memory_at_start_says_what_takes_it(toy, monkeypatch):
     assert code == 1 and len(faults) == 1 and "no memory for weights, beside 0.1 MiB of the model's: " in faults[0]
 
 
-@pytest.mark.skipif(not os.path.exists(EMULATED), reason="make test-cuda builds the emulated backend")
+@emulated
 def test_kernels_are_launched_one_by_one_where_a_graph_cannot_be_made(toy, monkeypatch):
     with worker(toy, "cuda", EMULATED, monkeypatch) as cuda:
         expected = answers(cuda)

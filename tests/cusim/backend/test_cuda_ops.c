@@ -348,27 +348,70 @@ static float to_fp8(float x)
     return rintf(x / step) * step;
 }
 
-/* Three sequences over four steps: a prompt of 90, one of 17 and one of 1 token; then one of 1, 3 and 1 tokens; then one token
- * each, twice. The rows' q, k and v are the same table everywhere, so keys of different sequences differ by position only where
- * rope turns them (fp8: it does not, so that keys are stored exactly). Attended rows go to out, q and k after the second step to
- * turned. */
-static void attend(bool cuda, const struct attention_case *c, float *out, float *turned)
+/* Layer 1 of a backend's pool, whose rows' q, k and v are looked up in tables. */
+struct attention_twin {
+    struct backend *b;
+    uint32_t windows[2]; /* of the pool, which keeps the pointer */
+    struct tensor *q_table, *k_table, *v_table, *q, *k, *v, *attended, *frequencies, *angles;
+};
+
+static void draw_tables(const struct attention_case *c)
 {
-    struct backend *b = open_twin(cuda, c->deterministic);
-    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[FIRST], blocks[3][TWIN_BLOCKS / 3];
-    struct tensor *q_table = new_table(b, values, FIRST, q_cols), *k_table = new_table(b, other, FIRST, kv_cols);
-    struct tensor *v_table = new_table(b, other + FIRST * kv_cols, FIRST, kv_cols);
-    struct tensor *q = new_activation(b, TWIN_ROWS, q_cols), *k = new_activation(b, TWIN_ROWS, kv_cols);
-    struct tensor *v = new_activation(b, TWIN_ROWS, kv_cols), *attended = new_activation(b, TWIN_ROWS, q_cols);
-    struct tensor *angles = new_activation(b, TWIN_ROWS, c->rotated);
+    uint32_t n = 2 * FIRST * c->n_kv_heads * c->head_dim;
+    random_floats(values, FIRST * c->n_heads * c->head_dim);
+    random_floats(other, n);
+    for (uint32_t i = 0; c->dtype == KV_FP8 && i < n; i++)
+        other[i] = to_fp8(other[i]);
+}
+
+/* fp8: rope does not turn, so that keys are stored exactly. */
+static void open_attention(struct attention_twin *twin, bool cuda, const struct attention_case *c)
+{
+    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim;
     float frequencies[128];
-    struct kvg_error err;
     for (uint32_t i = 0; i < c->rotated / 2; i++)
         frequencies[i] = c->dtype == KV_FP8 ? 0 : powf(10000, -2.0f * (float)i / (float)c->rotated);
-    struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
-    const uint32_t windows[2] = {3, c->window};
+    struct backend *b = open_twin(cuda, c->deterministic);
+    *twin = (struct attention_twin){.b = b,
+                                    .windows = {3, c->window},
+                                    .q_table = new_table(b, values, FIRST, q_cols),
+                                    .k_table = new_table(b, other, FIRST, kv_cols),
+                                    .v_table = new_table(b, other + FIRST * kv_cols, FIRST, kv_cols),
+                                    .q = new_activation(b, TWIN_ROWS, q_cols),
+                                    .k = new_activation(b, TWIN_ROWS, kv_cols),
+                                    .v = new_activation(b, TWIN_ROWS, kv_cols),
+                                    .attended = new_activation(b, TWIN_ROWS, q_cols),
+                                    .frequencies = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR),
+                                    .angles = new_activation(b, TWIN_ROWS, c->rotated)};
     new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO,
-                c->window ? windows : NULL);
+                c->window ? twin->windows : NULL);
+}
+
+static void attend_step(const struct attention_twin *twin, const struct attention_case *c, const struct backend_step *step)
+{
+    struct backend *b = twin->b;
+    struct backend_rope rope = {1, twin->q, twin->k, twin->v, twin->angles, c->style};
+    struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), twin->q, twin->attended};
+    struct kvg_error err;
+    must(b->ops->begin_step(b, step, &err), &err);
+    b->ops->embed(b, twin->q_table, twin->q);
+    b->ops->embed(b, twin->k_table, twin->k);
+    b->ops->embed(b, twin->v_table, twin->v);
+    b->ops->angles(b, twin->frequencies, twin->angles);
+    b->ops->rope_store(b, &rope);
+    b->ops->attention(b, &attention);
+    end_rows(b);
+}
+
+/* Three sequences over four steps: a prompt of 90, one of 17 and one of 1 token; then one of 1, 3 and 1 tokens; then one token
+ * each, twice. The rows' q, k and v are the same table everywhere, so keys of different sequences differ by position only where
+ * rope turns them. Attended rows go to out, q and k after the second step to turned. */
+static void attend(bool cuda, const struct attention_case *c, float *out, float *turned)
+{
+    struct attention_twin twin;
+    open_attention(&twin, cuda, c);
+    struct backend *b = twin.b;
+    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[FIRST], blocks[3][TWIN_BLOCKS / 3];
     for (uint32_t i = 0; i < FIRST; i++)
         ids[i] = (i * 29 + 3) % FIRST;
     for (uint32_t s = 0; s < 3; s++)
@@ -381,23 +424,12 @@ static void attend(bool cuda, const struct attention_case *c, float *out, float 
                                           {{0, 1, 92, blocks[0]}, {1, 1, 21, blocks[1]}, {2, 1, 3, blocks[2]}}};
     for (int i = 0; i < 2 + DECODES; i++) {
         struct backend_step step = {n_rows[i], 3, 0, ids + i, ids, seqs[i]};
-        struct backend_rope rope = {1, q, k, v, angles, c->style};
-        struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), q, attended};
-        if (i == 0)
-            step.ids = ids;
-        must(b->ops->begin_step(b, &step, &err), &err);
-        b->ops->embed(b, q_table, q);
-        b->ops->embed(b, k_table, k);
-        b->ops->embed(b, v_table, v);
-        b->ops->angles(b, frequency, angles);
-        b->ops->rope_store(b, &rope);
-        b->ops->attention(b, &attention);
-        end_rows(b);
-        memcpy(out, b->ops->host(b, attended), n_rows[i] * q_cols * sizeof *out);
+        attend_step(&twin, c, &step);
+        memcpy(out, b->ops->host(b, twin.attended), n_rows[i] * q_cols * sizeof *out);
         out += n_rows[i] * q_cols;
         if (i == 1) {
-            memcpy(turned, b->ops->host(b, q), SECOND * q_cols * sizeof *turned);
-            memcpy(turned + SECOND * q_cols, b->ops->host(b, k), SECOND * kv_cols * sizeof *turned);
+            memcpy(turned, b->ops->host(b, twin.q), SECOND * q_cols * sizeof *turned);
+            memcpy(turned + SECOND * q_cols, b->ops->host(b, twin.k), SECOND * kv_cols * sizeof *turned);
         }
     }
     close_twin(b);
@@ -413,10 +445,7 @@ static void check_attention(const struct attention_case *c)
     char what[100];
     snprintf(what, sizeof what, "attention of %u/%u heads of %u, %s, window %u%s", c->n_heads, c->n_kv_heads, c->head_dim,
              backend_kv_dtype_name(c->dtype), c->window, c->deterministic ? ", deterministic" : "");
-    random_floats(values, FIRST * q_cols);
-    random_floats(other, 2 * FIRST * kv_cols);
-    for (uint32_t i = 0; c->dtype == KV_FP8 && i < 2 * FIRST * kv_cols; i++)
-        other[i] = to_fp8(other[i]);
+    draw_tables(c);
     attend(false, c, wanted, turned[0]);
     attend(true, c, got, turned[1]);
     assert_near("rotation", turned[1], turned[0], SECOND * (q_cols + kv_cols), 2e-7, 1e-7);
@@ -454,22 +483,10 @@ enum { LONG = 330, CHUNK = 110, LONG_STEPS = LONG / CHUNK + 4, AFTER = 2 + 2 + 4
 
 static void attend_long(bool cuda, const struct attention_case *c, float *out)
 {
-    struct backend *b = open_twin(cuda, c->deterministic);
-    uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, ids[CHUNK + LONG_STEPS],
-             blocks[TWIN_BLOCKS];
-    struct tensor *q_table = new_table(b, values, FIRST, q_cols), *k_table = new_table(b, other, FIRST, kv_cols);
-    struct tensor *v_table = new_table(b, other + FIRST * kv_cols, FIRST, kv_cols);
-    struct tensor *q = new_activation(b, TWIN_ROWS, q_cols), *k = new_activation(b, TWIN_ROWS, kv_cols);
-    struct tensor *v = new_activation(b, TWIN_ROWS, kv_cols), *attended = new_activation(b, TWIN_ROWS, q_cols);
-    struct tensor *angles = new_activation(b, TWIN_ROWS, c->rotated);
-    const uint32_t windows[2] = {3, c->window};
-    float frequencies[128];
-    struct kvg_error err;
-    for (uint32_t i = 0; i < c->rotated / 2; i++)
-        frequencies[i] = c->dtype == KV_FP8 ? 0 : powf(10000, -2.0f * (float)i / (float)c->rotated);
-    struct tensor *frequency = new_weight(b, &quant_f32, frequencies, 1, c->rotated / 2, WEIGHT_VECTOR);
-    new_kv_pool(b, c->n_heads, c->n_kv_heads, c->head_dim, c->block_size, cuda || c->dtype == KV_INT8 ? c->dtype : KV_AUTO,
-                c->window ? windows : NULL);
+    struct attention_twin twin;
+    open_attention(&twin, cuda, c);
+    struct backend *b = twin.b;
+    uint32_t q_cols = c->n_heads * c->head_dim, ids[CHUNK + LONG_STEPS], blocks[TWIN_BLOCKS];
     for (uint32_t i = 0; i < CHUNK + LONG_STEPS; i++)
         ids[i] = (i * 29 + 3) % FIRST;
     for (uint32_t i = 0; i < TWIN_BLOCKS; i++)
@@ -480,19 +497,10 @@ static void attend_long(bool cuda, const struct attention_case *c, float *out)
         struct backend_seq seqs[2] = {{0, n_rows[i], past, blocks}, {n_rows[i], 1, other_past, blocks + TWIN_BLOCKS - 1}};
         uint32_t rows = n_rows[i] + (alone ? 0 : 1);
         struct backend_step step = {rows, alone ? 1 : 2, 0, ids + i, ids, seqs};
-        struct backend_rope rope = {1, q, k, v, angles, c->style};
-        struct backend_attention attention = {1, 1 / sqrtf((float)c->head_dim), q, attended};
-        must(b->ops->begin_step(b, &step, &err), &err);
-        b->ops->embed(b, q_table, q);
-        b->ops->embed(b, k_table, k);
-        b->ops->embed(b, v_table, v);
-        b->ops->angles(b, frequency, angles);
-        b->ops->rope_store(b, &rope);
-        b->ops->attention(b, &attention);
-        end_rows(b);
+        attend_step(&twin, c, &step);
         if (alone)
             continue;
-        memcpy(out, b->ops->host(b, attended), rows * q_cols * sizeof *out);
+        memcpy(out, b->ops->host(b, twin.attended), rows * q_cols * sizeof *out);
         out += rows * q_cols;
         other_past++;
     }
@@ -508,15 +516,12 @@ static void test_attention_over_several_splits(void **unused)
                                                   {2, 1, 64, 64, 16, ROPE_HALVES, true, KV_BF16, 130}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const struct attention_case *c = &cases[i];
-        uint32_t q_cols = c->n_heads * c->head_dim, kv_cols = c->n_kv_heads * c->head_dim, n = AFTER * q_cols;
+        uint32_t n = AFTER * c->n_heads * c->head_dim;
         char what[100];
         double error = 0;
         snprintf(what, sizeof what, "attention to %u keys, %s, window %u%s", LONG, backend_kv_dtype_name(c->dtype), c->window,
                  c->deterministic ? ", deterministic" : "");
-        random_floats(values, FIRST * q_cols);
-        random_floats(other, 2 * FIRST * kv_cols);
-        for (uint32_t k = 0; c->dtype == KV_FP8 && k < 2 * FIRST * kv_cols; k++)
-            other[k] = to_fp8(other[k]);
+        draw_tables(c);
         attend_long(false, c, wanted);
         attend_long(true, c, got);
         assert_near(what, got, wanted, n, 0, 0.005);
