@@ -1,36 +1,14 @@
 /* Products with grouped matrices on every instruction set this CPU has: the bits of their definition (quant/grouped.h), at every
  * number of rows and threads; BF16 products within their bound, and their bits at every number of rows. */
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <cmocka.h>
-#include "gpu-worker/backend/cpu/cpu.h"
 #include "gpu-worker/backend/cpu/grouped_panels.h"
 #include "gpu-worker/quant/f16.h"
+#include "tests/unit/gpu-worker/cpu_world.h"
 
-enum { MOST_ROWS = 80, N = 70, MAX_K = 1600 };
+enum { ROWS = 80, N = 70, MAX_K = 1600 };
 
-static const char *const isas[] = {"generic", "avx2", "avx512", "amx"};
 static const uint32_t counts[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18,
                                   19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 47, 65, 80};
-static uint32_t state = 1;
-
-static uint32_t next_random(void)
-{
-    state ^= state << 13;
-    state ^= state >> 17;
-    state ^= state << 5;
-    return state;
-}
-
-static float random_float(void)
-{
-    return (float)(int32_t)next_random() * 0x1p-31f;
-}
 
 /* ---- matrices ---- */
 
@@ -96,25 +74,6 @@ static float defined_product(const struct drawn *d, uint32_t n, const float *x)
 
 /* ---- the backend ---- */
 
-static struct cpu_backend *open_backend(const char *isa, uint32_t threads)
-{
-    struct backend *backend;
-    struct backend_options options = {isa, threads, MOST_ROWS, MOST_ROWS, MOST_ROWS};
-    struct kvg_error err;
-    int rc = cpu_backend_open(&backend, &options, &err);
-    if (rc == KVG_UNSUPPORTED)
-        return NULL;
-    assert_int_equal(rc, 0);
-    return cpu_of(backend);
-}
-
-static struct tensor *activation(struct cpu_backend *cpu, uint32_t rows, uint32_t cols)
-{
-    struct tensor *tensor;
-    assert_int_equal(cpu->base.ops->activation(&cpu->base, &tensor, rows, cols, NULL), 0);
-    return tensor;
-}
-
 struct product {
     struct cpu_backend *cpu;
     struct tensor *weight, *bias, *x, *out;
@@ -123,13 +82,12 @@ struct product {
 static struct product open_product(const char *isa, uint32_t threads, const struct backend_weight *weight, const float *bias)
 {
     struct product p = {open_backend(isa, threads)};
-    struct backend_weight vector = {&quant_f32, bias, 1, N};
     if (!p.cpu)
         return p;
     assert_int_equal(p.cpu->base.ops->weight(&p.cpu->base, &p.weight, weight, WEIGHT_MATMUL, NULL), 0);
-    assert_int_equal(p.cpu->base.ops->weight(&p.cpu->base, &p.bias, &vector, WEIGHT_VECTOR, NULL), 0);
-    p.x = activation(p.cpu, MOST_ROWS, weight->cols);
-    p.out = activation(p.cpu, MOST_ROWS, N);
+    p.bias = vector_of(p.cpu, bias, N);
+    p.x = activation(p.cpu, ROWS, weight->cols);
+    p.out = activation(p.cpu, ROWS, N);
     return p;
 }
 
@@ -143,12 +101,12 @@ static const float *multiply(const struct product *p, const float *x, uint32_t n
 
 static void close_product(struct product *p)
 {
-    p->cpu->base.ops->close(&p->cpu->base);
+    close_backend(p->cpu);
 }
 
 static void draw_inputs(float *x, float *bias, uint32_t cols)
 {
-    for (size_t i = 0; i < (size_t)MOST_ROWS * cols; i++)
+    for (size_t i = 0; i < (size_t)ROWS * cols; i++)
         x[i] = random_float() * (i % 37 == 0 ? 8 : 1);
     for (uint32_t i = 0; i < N; i++)
         bias[i] = random_float();
@@ -157,18 +115,18 @@ static void draw_inputs(float *x, float *bias, uint32_t cols)
 static void check_rows(const struct product *p, const char *isa, const float *x, const float *whole)
 {
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
-        uint32_t first = MOST_ROWS - counts[c];
+        uint32_t first = ROWS - counts[c];
         const float *part = multiply(p, x + (size_t)first * p->x->cols, counts[c]);
         if (memcmp(part, whole + (size_t)first * N, (size_t)counts[c] * N * sizeof *part))
-            fail_msg("%s: %u rows of %u columns differ from %d", isa, counts[c], p->x->cols, MOST_ROWS);
+            fail_msg("%s: %u rows of %u columns differ from %d", isa, counts[c], p->x->cols, ROWS);
     }
 }
 
 static void check_grouped(const struct drawn *d, const float *x, const float *bias)
 {
-    static float want[MOST_ROWS * N];
+    static float want[ROWS * N];
     struct backend_weight weight = {.rows = N, .cols = d->matrix.cols, .grouped = &d->matrix};
-    for (uint32_t m = 0; m < MOST_ROWS; m++)
+    for (uint32_t m = 0; m < ROWS; m++)
         for (uint32_t n = 0; n < N; n++)
             want[m * N + n] = defined_product(d, n, x + (size_t)m * d->matrix.cols) + bias[n];
     for (size_t i = 0; i < sizeof isas / sizeof *isas; i++)
@@ -176,8 +134,8 @@ static void check_grouped(const struct drawn *d, const float *x, const float *bi
             struct product p = open_product(isas[i], threads, &weight, bias);
             if (!p.cpu)
                 continue;
-            const float *got = multiply(&p, x, MOST_ROWS);
-            for (uint32_t j = 0; j < MOST_ROWS * N; j++)
+            const float *got = multiply(&p, x, ROWS);
+            for (uint32_t j = 0; j < ROWS * N; j++)
                 if (got[j] != want[j])
                     fail_msg("%s %s, groups of %u: row %u output %u: %g, by definition %g", isas[i], grouped_name(d->matrix.kind),
                              d->matrix.group, j / N, j % N, (double)got[j], (double)want[j]);
@@ -198,7 +156,7 @@ static const struct shape {
 
 static void test_every_kind_gives_the_bits_of_its_definition(void **unused)
 {
-    static float x[MOST_ROWS * MAX_K], bias[N];
+    static float x[ROWS * MAX_K], bias[N];
     struct drawn *d = malloc(sizeof *d);
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         draw(d, shapes[s].kind, shapes[s].cols, shapes[s].group, shapes[s].zeros, false);
@@ -210,11 +168,11 @@ static void test_every_kind_gives_the_bits_of_its_definition(void **unused)
 
 static void test_the_largest_codes_do_not_overflow(void **unused)
 {
-    static float x[MOST_ROWS * MAX_K], bias[N];
+    static float x[ROWS * MAX_K], bias[N];
     struct drawn *d = malloc(sizeof *d);
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         draw(d, shapes[s].kind, shapes[s].cols, shapes[s].group, shapes[s].zeros, true);
-        for (size_t i = 0; i < (size_t)MOST_ROWS * shapes[s].cols; i++)
+        for (size_t i = 0; i < (size_t)ROWS * shapes[s].cols; i++)
             x[i] = i / shapes[s].cols % 2 ? -1 : 1;
         check_grouped(d, x, bias);
     }
@@ -223,7 +181,7 @@ static void test_the_largest_codes_do_not_overflow(void **unused)
 
 static void test_inputs_that_are_zero_or_no_numbers_stay_in_bounds(void **unused)
 {
-    static float x[MOST_ROWS * MAX_K], bias[N];
+    static float x[ROWS * MAX_K], bias[N];
     struct drawn *d = malloc(sizeof *d);
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         struct backend_weight weight = {.rows = N, .cols = shapes[s].cols, .grouped = &d->matrix};
@@ -297,7 +255,7 @@ static void test_a_matrix_of_no_kind_is_refused(void **unused)
     draw(d, GROUPED_W4A16, 64, 64, false, false);
     assert_int_equal(cpu->base.ops->weight(&cpu->base, &tensor, &weight, WEIGHT_MATMUL, &err), KVG_UNSUPPORTED);
     assert_string_equal(err.message, "a W4A16 matrix [70, 64] in groups of 64 for one of [70, 96]");
-    cpu->base.ops->close(&cpu->base);
+    close_backend(cpu);
     free(d);
 }
 
@@ -305,7 +263,7 @@ static void test_a_matrix_of_no_kind_is_refused(void **unused)
 
 static void check_bf16(uint32_t cols)
 {
-    static float x[MOST_ROWS * MAX_K], bias[N], whole[MOST_ROWS * N];
+    static float x[ROWS * MAX_K], bias[N], whole[ROWS * N];
     static uint16_t w[N * MAX_K];
     struct backend_weight weight = {&quant_bf16, w, N, cols};
     draw_inputs(x, bias, cols);
@@ -315,9 +273,9 @@ static void check_bf16(uint32_t cols)
         struct product p = open_product(isas[i], 2, &weight, bias);
         if (!p.cpu)
             continue;
-        memcpy(whole, multiply(&p, x, MOST_ROWS), sizeof whole);
+        memcpy(whole, multiply(&p, x, ROWS), sizeof whole);
         double rounding = strcmp(isas[i], "amx") == 0 ? 0x1p-8 : 1e-5;
-        for (uint32_t m = 0; m < MOST_ROWS; m += 3)
+        for (uint32_t m = 0; m < ROWS; m += 3)
             for (uint32_t n = 0; n < N; n++) {
                 double sum = bias[n], terms = fabs((double)bias[n]);
                 for (uint32_t k = 0; k < cols; k++) {
