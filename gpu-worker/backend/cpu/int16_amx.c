@@ -8,8 +8,7 @@
  *   panel --unpack--> planes [half][unit of 64 columns][high, low][16 lines][64]       a stretch of columns at a time, in L1
  *   for each tile of rows:  8 TDPs a unit of both halves, while the vector units finish the tile before
  */
-#include "gpu-worker/backend/cpu/amx.h"
-#include "gpu-worker/backend/cpu/int16.h"
+#include "gpu-worker/backend/cpu/int16_amx.h"
 #include "gpu-worker/backend/cpu/kernels.h"
 
 /* Tiles 0..2 and 3..5: the sums of the two halves; 6: activations; 7: weights. */
@@ -55,17 +54,9 @@ V_INLINE void finish_rows(const struct pending *t, const int32_t *sums, uint32_t
     for (uint32_t r = first; r < end && r < t->rows; r++)
         for (uint32_t h = 0; h < 2; h++) {
             const __m512i *s = (const __m512i *)(sums + h * SUMS) + r;
-            __mmask16 valid = (__mmask16)(t->valid >> 16 * h);
-            size_t column = t->column + 16 * h;
-            float *out = t->store->out + (t->row + r) * t->store->ld + column;
             __m512i middle = _mm512_add_epi32(_mm512_add_epi32(s[16], _mm512_srai_epi32(s[32], 8)), _mm512_set1_epi32(128));
-            __m512 value = _mm512_cvtepi32_ps(_mm512_add_epi32(s[0], _mm512_srai_epi32(middle, 8)));
-            value = _mm512_mul_ps(value, _mm512_mul_ps(_mm512_load_ps(t->unit + 16 * h), _mm512_set1_ps(t->row_scale[r])));
-            if (t->store->bias)
-                value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(valid, t->store->bias + column));
-            if (t->store->accumulate)
-                value = _mm512_add_ps(_mm512_maskz_loadu_ps(valid, out), value);
-            _mm512_mask_storeu_ps(out, valid, value);
+            int16_store(t->store, t->row + r, t->column + 16 * h, (__mmask16)(t->valid >> 16 * h),
+                        _mm512_add_epi32(s[0], _mm512_srai_epi32(middle, 8)), t->unit + 16 * h, t->row_scale[r]);
         }
 }
 
@@ -80,12 +71,12 @@ V_INLINE void fetch_rows(const struct pending *t, uint32_t first, uint32_t end)
     }
 }
 
-/* One line of 64 codes (low byte of each 16 bits and high byte) as w = s q + c, split into its bytes. */
-V_INLINE void split_line(__m512i even, __m512i odd, __m512i s, __m512i c, uint8_t *high, uint8_t *low)
+/* One line of 64 codes as w = s q + c, split into its bytes. */
+V_INLINE void split_line(struct int16_line line, __m512i s, __m512i c, uint8_t *high, uint8_t *low)
 {
     __m512i bytes = _mm512_set1_epi16(255);
-    even = _mm512_add_epi16(_mm512_mullo_epi16(even, s), c);
-    odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, s), c);
+    __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(line.even, s), c);
+    __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(line.odd, s), c);
     _mm512_store_si512(high, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
     _mm512_store_si512(low, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
 }
@@ -95,19 +86,9 @@ V_INLINE void unpack_half(uint32_t bits, enum quant_scales scales, const uint8_t
 {
     const uint8_t *codes = cell + panel_head_bytes(scales) + h * panel_half_bytes(bits);
     struct int16_scales w = int16_scales(bits, scales, cell, super, h);
-    __m512i nibble = _mm512_set1_epi16(15), byte = _mm512_set1_epi16(255);
     V_UNROLL
-    for (int g = 0; g < 8; g++, to += LINE) {
-        __m512i s = w.s[g / 4], c = w.c[g / 4], x = _mm512_load_si512(codes + g % 4 * LINE);
-        if (bits > 4)
-            x = cell_line(codes, bits, g);
-        if (bits > 4)
-            split_line(_mm512_and_si512(x, byte), _mm512_srli_epi16(x, 8), s, c, to, to + TILE_BYTES);
-        else if (g < 4)
-            split_line(_mm512_and_si512(x, nibble), _mm512_and_si512(_mm512_srli_epi16(x, 8), nibble), s, c, to, to + TILE_BYTES);
-        else
-            split_line(_mm512_and_si512(_mm512_srli_epi16(x, 4), nibble), _mm512_srli_epi16(x, 12), s, c, to, to + TILE_BYTES);
-    }
+    for (int g = 0; g < 8; g++, to += LINE)
+        split_line(int16_line(bits, codes, g), w.s[g / 4], w.c[g / 4], to, to + TILE_BYTES);
 }
 
 V_INLINE void unpack(uint32_t bits, enum quant_scales scales, const struct panels *w, const uint8_t *panel, size_t unit,
@@ -153,16 +134,6 @@ V_INLINE void multiply_unit(const int8_t *high, const int8_t *low, const uint8_t
     _tile_dpbssd(4, 6, 7);
 }
 
-V_INLINE void zero_sums(void)
-{
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
-}
-
 V_INLINE void store_sums(int32_t *to)
 {
     _tile_stored(0, to, LINE);
@@ -187,7 +158,7 @@ V_INLINE void multiply(const int8_t *high, const int8_t *low, size_t step, const
         _tile_loadd(4, from + 1024, LINE);
         _tile_loadd(5, from + 1280, LINE);
     } else {
-        zero_sums();
+        int16_zero_sums();
     }
     for (size_t k = 0; k < n; k++, high += step, low += step, b += 2 * TILE_BYTES) {
         multiply_unit(high, low, b, b + STRETCH * 2 * TILE_BYTES);

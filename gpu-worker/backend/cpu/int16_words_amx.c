@@ -10,8 +10,7 @@
  *
  * All three of up to 5 rows are rows of one tile, two of them of up to 8: a tile of 16 rows takes hardly longer than one of 8.
  */
-#include "gpu-worker/backend/cpu/amx.h"
-#include "gpu-worker/backend/cpu/int16.h"
+#include "gpu-worker/backend/cpu/int16_amx.h"
 #include "gpu-worker/backend/cpu/kernels.h"
 
 enum {
@@ -65,24 +64,14 @@ V_INLINE void unpack(uint32_t bits, enum quant_scales scales, const uint8_t *cel
 {
     const uint8_t *codes = cell + panel_head_bytes(scales) + h * panel_half_bytes(bits);
     struct int16_scales w = int16_scales(bits, scales, cell, super, h);
-    __m512i c[2], nibble = _mm512_set1_epi16(15), byte = _mm512_set1_epi16(255);
+    __m512i c[2];
     for (int i = 0; i < 2; i++)
         c[i] = _mm512_xor_si512(w.c[i], _mm512_set1_epi16((short)0x8000));
     V_UNROLL
     for (int g = 0; g < 8; g++, to += 2 * LINE) {
-        __m512i s = w.s[g / 4], x = _mm512_load_si512(codes + g % 4 * LINE);
-        if (bits > 4)
-            x = cell_line(codes, bits, g);
-        if (bits == 4 && g < 4) {
-            store_weights(to, _mm512_and_si512(x, nibble), s, c[0]);
-            store_weights(to + LINE, _mm512_and_si512(_mm512_srli_epi16(x, 8), nibble), s, c[0]);
-        } else if (bits == 4) {
-            store_weights(to, _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble), s, c[1]);
-            store_weights(to + LINE, _mm512_srli_epi16(x, 12), s, c[1]);
-        } else {
-            store_weights(to, _mm512_and_si512(x, byte), s, c[g / 4]);
-            store_weights(to + LINE, _mm512_srli_epi16(x, 8), s, c[g / 4]);
-        }
+        struct int16_line line = int16_line(bits, codes, g);
+        store_weights(to, line.even, w.s[g / 4], c[g / 4]);
+        store_weights(to + LINE, line.odd, w.s[g / 4], c[g / 4]);
     }
 }
 
@@ -179,19 +168,11 @@ static void finish(const struct panels *w, uint32_t p, const struct acts *a, con
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t h = 0; h < 2; h++) {
             const __m512i *s = (const __m512i *)sums + (size_t)h * 3 * rows + r;
-            __mmask16 mask = (__mmask16)(valid >> 16 * h);
-            size_t column = (size_t)p * PANEL_ROWS + 16 * h;
-            float *out = store->out + r * store->ld + column;
             __m512i top = _mm512_sub_epi32(s[0], _mm512_set1_epi32(a->row_sum[r] >> 1));
             __m512i middle = _mm512_sub_epi32(s[rows], _mm512_set1_epi32((a->row_sum[r] & 1) * 128 - 128));
             middle = _mm512_add_epi32(middle, _mm512_srai_epi32(s[2 * rows], 8));
-            __m512 value = _mm512_cvtepi32_ps(_mm512_add_epi32(top, _mm512_srai_epi32(middle, 8)));
-            value = _mm512_mul_ps(value, _mm512_mul_ps(_mm512_load_ps(unit + 16 * h), _mm512_set1_ps(a->row_scale[r])));
-            if (store->bias)
-                value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, store->bias + column));
-            if (store->accumulate)
-                value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, out), value);
-            _mm512_mask_storeu_ps(out, mask, value);
+            int16_store(store, r, (size_t)p * PANEL_ROWS + 16 * h, (__mmask16)(valid >> 16 * h),
+                        _mm512_add_epi32(top, _mm512_srai_epi32(middle, 8)), unit + 16 * h, a->row_scale[r]);
         }
 }
 
@@ -205,12 +186,7 @@ V_INLINE void multiply_panel(uint32_t bits, enum quant_scales scales, enum stack
     size_t groups = w->cols / QUANT_GROUP, form = (size_t)a->rows * LINE;
     const int8_t *x = a->words;
     begin(stack, a->rows);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
+    int16_zero_sums();
     for (uint32_t h = 0; h < 2; h++)
         unpack(bits, scales, int16_cell(bits, scales, panel, 0), int16_super(bits, scales, panel, 0), h, b[0][h]);
     for (size_t g = 0; g < groups; g++, x += GROUP_LINES * form) {
