@@ -14,19 +14,18 @@ beside streams), PEERS_DIR (another folder that `make peers` filled). vLLM needs
 for such pieces, stopped in between, `release MODEL` ends it; `table` writes what the file holds into tests/bench/RESULTS.md.
 """
 import contextlib
-import http.client
 import json
 import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
 import gguf
 
 import table
 from engines import BUILD, MODELS, ROOT, THREADS, Choices, Kvgate, Llama, Missing, Prompts, Vllm, llama_bench
+from health import Health
 from table import at_least
 
 ROWS = ("decode", "prefill", "clients", "prefix", "beside", "start")
@@ -125,22 +124,6 @@ def prefix(engine, shared, cold, warm):
     return {"cold": 1000 * c, "warm": 1000 * w, "step": 1000 * result["inter_token"]["p50"]}
 
 
-class Health(threading.Thread):
-    """Asks for the engine's health every 20 ms on one connection until stopped; `times` in ms."""
-
-    def __init__(self, engine):
-        super().__init__(daemon=True)
-        self.port, self.times, self.done = engine.port, [], threading.Event()
-
-    def run(self):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        while not self.done.wait(0.02):
-            start = time.monotonic()
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            self.times.append(1000 * (time.monotonic() - start))
-
-
 def gaps(events, start, end):
     """Gaps (ms) between a stream's events that end within [start, end]; events are lines of load --events."""
     last, out = {}, []
@@ -170,13 +153,10 @@ def beside(engine, streams, long_ids, other_ids, pause=2.0):
         wait_for_streams(path, len(streams))
         quiet = time.monotonic()
         time.sleep(pause)
-        health = Health(engine)
-        health.start()
-        start = time.monotonic()
-        together, _ = first_token(engine, other_ids)
-        end = time.monotonic()
-        health.done.set()
-        health.join()
+        with Health(engine.port) as health:
+            start = time.monotonic()
+            together, _ = first_token(engine, other_ids)
+            end = time.monotonic()
         load.kill()  # the streams are far from their end; the server sees their clients go
     with open(path, encoding="utf-8") as f:
         events = [line for line in f if line.endswith("\n")]

@@ -24,6 +24,7 @@ sys.path[:0] = [os.path.join(HERE, "..", "tools"), os.path.join(HERE, "..")]
 from conftest import BUILD, MODELS, ROOT  # noqa: E402
 from stack import SMOLLM2, Worker  # noqa: E402
 import table  # noqa: E402
+from health import Health  # noqa: E402
 
 QWEN = os.path.join(MODELS, "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf")
 THREADS = int(os.environ.get("THREADS", os.cpu_count() or 2))
@@ -119,23 +120,12 @@ def prefill(worker, number):
     return time.monotonic() - began
 
 
-def health(worker, stop, out):
-    connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=30)
-    while not stop.is_set():
-        began = time.monotonic()
-        connection.request("GET", "/health")
-        connection.getresponse().read()
-        out.append(time.monotonic() - began)
-        time.sleep(0.02)
-
-
 def streams_part(worker):
     short, streams = ([body(n, 200, 50, max_tokens=many) for n in range(4)] for many in (200, 600))
     load(worker, short, 4)
     alone = load(worker, short, 4)["inter_token"]
     solo = [prefill(worker, n) for n in range(2)]
-    stop, times, beside = threading.Event(), [], []
-    watch = threading.Thread(target=health, args=(worker, stop, times))
+    beside = []
     again = threading.Event()
 
     def prompts():
@@ -146,20 +136,18 @@ def streams_part(worker):
             number += 1
 
     feeder = threading.Thread(target=prompts)
-    watch.start()
-    feeder.start()
-    time.sleep(0.2)
-    began = time.monotonic()
-    shared = load(worker, streams, 4)["inter_token"]
-    ended = time.monotonic()
-    again.set()
-    stop.set()
-    watch.join()
+    with Health(worker.port) as health:
+        feeder.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        shared = load(worker, streams, 4)["inter_token"]
+        ended = time.monotonic()
+        again.set()
     feeder.join()
     together = [seconds for end, seconds in beside if end < ended]  # the last one ran on alone
     if not together:
         sys.exit(f"bench-latency: no prompt was done within the {ended - began:.0f} s of the streams")
-    times.sort()
+    times = sorted(health.times)
     row("4 streams: inter-token p50", "ms", 1000 * shared["p50"], "alone", 1000 * alone["p50"])
     row("4 streams: inter-token p99", "ms", 1000 * shared["p99"], "alone", 1000 * alone["p99"], limit=2000 * alone["p99"])
     row("4 streams: longest gap", "ms", 1000 * shared["max"], "alone", 1000 * alone["max"])

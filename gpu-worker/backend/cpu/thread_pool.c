@@ -9,6 +9,7 @@
 enum {
     SPIN_PAUSES = 20000, /* of a worker between loops */
     DONE_PAUSES = 1000,  /* of the caller for the last items; then the thread that holds them may need this core */
+    DONE_YIELDS = 1000,  /* and then may stand in another core's queue: only an idle core fetches it from there */
     CACHE_LINE = 64
 };
 
@@ -32,7 +33,8 @@ struct thread_pool {
     _Atomic(void *) arg;
     _Atomic uint32_t n, chunk;
     _Alignas(CACHE_LINE) _Atomic uint64_t claim;
-    _Alignas(CACHE_LINE) _Atomic uint32_t done;  /* items finished in this loop */
+    _Alignas(CACHE_LINE) _Atomic uint32_t done;  /* items finished in this loop; the futex of the caller */
+    _Atomic uint32_t callers;                    /* asleep on it */
     _Alignas(CACHE_LINE) _Atomic uint32_t epoch; /* the futex: counts loops */
     _Alignas(CACHE_LINE) _Atomic uint32_t sleepers;
 };
@@ -66,7 +68,8 @@ static void run_items(struct thread_pool *pool, uint32_t thread)
                                                    memory_order_acquire))
             continue;
         item(arg, thread, first, first + taken);
-        atomic_fetch_add_explicit(&pool->done, taken, memory_order_release);
+        if (atomic_fetch_add(&pool->done, taken) + taken == n)
+            wake_sleepers(&pool->done, &pool->callers, FUTEX_PRIVATE_FLAG);
         claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
     }
 }
@@ -154,6 +157,19 @@ uint32_t thread_pool_size(const struct thread_pool *pool)
     return pool->n_threads;
 }
 
+static void wait_for_done(struct thread_pool *pool, uint32_t n)
+{
+    uint32_t done;
+    for (uint32_t spin = 0; (done = atomic_load_explicit(&pool->done, memory_order_acquire)) != n; spin++) {
+        if (spin < DONE_PAUSES)
+            cpu_pause();
+        else if (spin < DONE_PAUSES + DONE_YIELDS)
+            sched_yield();
+        else
+            sleep_while(&pool->done, done, &pool->callers, FUTEX_PRIVATE_FLAG);
+    }
+}
+
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg)
 {
     if (n == 0)
@@ -172,10 +188,5 @@ void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, threa
     atomic_store_explicit(&pool->claim, loop << 32, memory_order_release);
     kick(pool);
     run_items(pool, 0);
-    for (uint32_t spin = 0; atomic_load_explicit(&pool->done, memory_order_acquire) != n; spin++) {
-        if (spin < DONE_PAUSES)
-            cpu_pause();
-        else
-            sched_yield();
-    }
+    wait_for_done(pool, n);
 }

@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -123,6 +124,31 @@ static void test_an_idle_pool_uses_no_cpu(void **unused)
     thread_pool_close(pool);
 }
 
+/* The caller's item ends when the worker has the other one, which takes long. */
+static void hold(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    _Atomic bool *held = arg;
+    if (thread) {
+        *held = true;
+        usleep(400000);
+    }
+    while (!*held)
+        usleep(100);
+}
+
+/* Else the caller's core would never be idle, and who waits in another core's queue stays there. */
+static void test_a_caller_that_waits_long_uses_no_cpu(void **unused)
+{
+    struct thread_pool *pool = thread_pool_open(2);
+    for (int i = 0; i < 3; i++) {
+        _Atomic bool held = false;
+        double start = cpu_seconds();
+        thread_pool_for(pool, 2, 1, hold, &held);
+        assert_true(cpu_seconds() - start < 0.2);
+    }
+    thread_pool_close(pool);
+}
+
 static void add_up(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
     volatile uint32_t *sums = arg;
@@ -174,6 +200,7 @@ int main(void)
         cmocka_unit_test(test_loops_run_after_the_workers_have_gone_to_sleep),
         cmocka_unit_test(test_a_pool_closes_right_behind_a_loop),
         cmocka_unit_test(test_an_idle_pool_uses_no_cpu),
+        cmocka_unit_test(test_a_caller_that_waits_long_uses_no_cpu),
         cmocka_unit_test(test_a_busy_neighbour_does_not_hold_up_every_loop),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
