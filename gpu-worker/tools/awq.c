@@ -1,11 +1,12 @@
 #include "gpu-worker/tools/awq.h"
 #include <cblas.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include "gpu-worker/tools/parallel.h"
 
-enum { STEPS = 10, CLIPS = 11 };
+enum { STEPS = 10, CLIPS = 11, BATCH = 64 /* rows whose groups are weighed in one product */ };
 
 /* ---- scales ------------------------------------------------------------------------------------------------------------ */
 
@@ -33,15 +34,22 @@ static void try_rows(void *context, uint64_t first, uint64_t last)
         }
 }
 
-/* Sum over rows of e H e^T. */
-static double weigh(const float *errors, float *product, uint32_t rows, uint32_t cols, const float *hessian)
+/* sums [cols, cols], upper triangle: e^T e of the rows is added, or put there. */
+static void add_squares(float *sums, const float *errors, uint32_t rows, uint32_t cols, bool add)
 {
-    double sum = 0;
-    cblas_ssymm(CblasRowMajor, CblasRight, CblasUpper, (int)rows, (int)cols, 1, hessian, (int)cols, errors, (int)cols, 0, product,
-                (int)cols);
-    for (uint32_t r = 0; r < rows; r++)
-        sum += (double)cblas_sdot((int)cols, errors + (size_t)r * cols, 1, product + (size_t)r * cols, 1);
-    return sum;
+    cblas_ssyrk(CblasRowMajor, CblasUpper, CblasTrans, (int)cols, (int)rows, 1, errors, (int)cols, add ? 1 : 0, sums, (int)cols);
+}
+
+/* Sum over rows of e H e^T, of the sums of their e^T e: half the work of multiplying each row with H. */
+static double weigh(const float *sums, const float *hessian, uint32_t cols)
+{
+    double diagonal = 0, above = 0;
+    for (uint32_t i = 0; i < cols; i++) {
+        const float *s = sums + (size_t)i * cols, *h = hessian + (size_t)i * cols;
+        diagonal += (double)s[i] * (double)h[i];
+        above += (double)cblas_sdot((int)(cols - i - 1), s + i + 1, 1, h + i + 1, 1);
+    }
+    return diagonal + 2 * above;
 }
 
 /* a^alpha with geometric mean 1; columns without input keep 1. */
@@ -70,27 +78,27 @@ int awq_search(const struct awq_matrix *matrices, uint32_t n_matrices, uint32_t 
         most = matrices[m].rows > most ? matrices[m].rows : most;
     if (grid->group > GRID_GROUP || grid->group == 0 || cols % grid->group)
         return kvg_fail(err, KVG_INVALID, "groups of %u do not divide %u columns", grid->group, cols);
-    float *errors = malloc((size_t)most * cols * sizeof *errors), *product = malloc((size_t)most * cols * sizeof *product);
+    float *errors = malloc((size_t)most * cols * sizeof *errors), *sums = malloc((size_t)cols * cols * sizeof *sums);
     float *tried = malloc(cols * sizeof *tried);
-    int failed = errors && product && tried ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for %u x %u errors", most, cols);
+    int failed = errors && sums && tried ? 0 : kvg_fail(err, KVG_NOMEM, "no memory for %u x %u errors", most, cols);
     for (uint32_t step = 0; step <= STEPS && !failed; step++) {
-        double sum = 0;
         fill_scales(tried, cols, hessian, (double)step / STEPS);
         for (uint32_t m = 0; m < n_matrices; m++) {
             struct trial trial = {matrices[m].weights, tried, errors, cols, grid};
             parallel_ranges(threads, matrices[m].rows, try_rows, &trial);
-            sum += weigh(errors, product, matrices[m].rows, cols, hessian);
+            add_squares(sums, errors, matrices[m].rows, cols, m > 0);
         }
+        double lost = weigh(sums, hessian, cols);
         if (step == 0)
-            rounded = sum;
-        if (sum < best) {
-            best = sum;
+            rounded = lost;
+        if (lost < best) {
+            best = lost;
             memcpy(scales, tried, cols * sizeof *scales);
         }
     }
     *kept = rounded > 0 ? best / rounded : 1;
     free(errors);
-    free(product);
+    free(sums);
     free(tried);
     return failed;
 }
@@ -105,49 +113,73 @@ struct clipping {
     const struct grid *grid;
 };
 
-/* Rounds the group x to the range in out; what it costs: e H e^T of the group's own part of H. */
-static double round_group(const struct clipping *c, const float *x, uint32_t at, struct grid_range range, float *out)
+/* The same group of BATCH rows. */
+struct batch {
+    float errors[BATCH * GRID_GROUP], weighed[BATCH * GRID_GROUP]; /* e, e H */
+    float tried[BATCH * GRID_GROUP], best[BATCH * GRID_GROUP];
+    struct grid_range ranges[BATCH];
+    float least[BATCH];
+};
+
+/* Rounds group `g` of rows first..first + n under a share of their extents. */
+static void try_clip(const struct clipping *c, struct batch *b, uint64_t first, uint32_t n, uint32_t g, float share)
 {
-    float errors[GRID_GROUP];
-    double cost = 0;
-    for (uint32_t i = 0; i < c->grid->group; i++) {
-        out[i] = grid_nearest(x[i], range);
-        errors[i] = (x[i] - out[i]) / (c->scales ? c->scales[at + i] : 1);
+    uint32_t group = c->grid->group;
+    for (uint32_t r = 0; r < n; r++) {
+        const float *x = c->w + (first + r) * c->cols + g * group;
+        float *tried = b->tried + r * group, *error = b->errors + r * group;
+        struct grid_range range = b->ranges[r] = c->grid->fit(x, group, share);
+        for (uint32_t i = 0; i < group; i++) {
+            tried[i] = grid_nearest(x[i], range);
+            error[i] = x[i] - tried[i];
+        }
+        for (uint32_t i = 0; c->scales && i < group; i++)
+            error[i] /= c->scales[g * group + i];
     }
-    for (uint32_t i = 0; i < c->grid->group; i++) {
-        const float *h = c->hessian + (size_t)(at + i) * c->cols + at;
-        float later = 0;
-        for (uint32_t j = i + 1; j < c->grid->group; j++)
-            later += h[j] * errors[j];
-        cost += (double)errors[i] * ((double)h[i] * (double)errors[i] + 2 * (double)later);
+}
+
+/* What the group's own part of H makes of the errors: e H e^T, where it is the least so far, is kept. */
+static void keep_best(const struct clipping *c, struct batch *b, uint64_t first, uint32_t n, uint32_t g)
+{
+    uint32_t group = c->grid->group, groups = c->cols / group;
+    cblas_ssymm(CblasRowMajor, CblasRight, CblasUpper, (int)n, (int)group, 1, c->hessian + (size_t)g * group * (c->cols + 1),
+                (int)c->cols, b->errors, (int)group, 0, b->weighed, (int)group);
+    for (uint32_t r = 0; r < n; r++) {
+        float lost = cblas_sdot((int)group, b->errors + r * group, 1, b->weighed + r * group, 1);
+        if (lost >= b->least[r])
+            continue;
+        b->least[r] = lost;
+        c->ranges[(first + r) * groups + g] = b->ranges[r];
+        memcpy(b->best + r * group, b->tried + r * group, group * sizeof *b->best);
     }
-    return cost;
 }
 
 static void clip_rows(void *context, uint64_t first, uint64_t last)
 {
     const struct clipping *c = context;
     uint32_t group = c->grid->group, groups = c->cols / group;
-    for (uint64_t r = first; r < last; r++)
+    struct batch b;
+    for (uint64_t at = first; at < last; at += BATCH) {
+        uint32_t n = last - at < BATCH ? (uint32_t)(last - at) : BATCH;
         for (uint32_t g = 0; g < groups; g++) {
-            float *x = c->w + r * c->cols + g * group, best[GRID_GROUP], out[GRID_GROUP];
-            double least = INFINITY;
+            for (uint32_t r = 0; r < n; r++)
+                b.least[r] = INFINITY;
             for (int clip = 0; clip < CLIPS; clip++) {
-                struct grid_range range = c->grid->fit(x, group, 1 - 0.05f * (float)clip);
-                double cost = round_group(c, x, g * group, range, out);
-                if (cost >= least)
-                    continue;
-                least = cost;
-                c->ranges[r * groups + g] = range;
-                memcpy(best, out, group * sizeof *best);
+                try_clip(c, &b, at, n, g, 1 - 0.05f * (float)clip);
+                keep_best(c, &b, at, n, g);
             }
-            memcpy(x, best, group * sizeof *x);
+            for (uint32_t r = 0; r < n; r++)
+                memcpy(c->w + (at + r) * c->cols + g * group, b.best + r * group, group * sizeof *b.best);
         }
+    }
 }
 
 void awq_round(float *w, struct grid_range *ranges, uint32_t rows, uint32_t cols, const float *hessian, const float *scales,
                const struct grid *grid, uint32_t threads)
 {
     struct clipping c = {w, ranges, cols, hessian, scales, grid};
+    int blas_threads = openblas_get_num_threads();
+    openblas_set_num_threads(1); /* of each of ours */
     parallel_ranges(threads, rows, clip_rows, &c);
+    openblas_set_num_threads(blas_threads);
 }

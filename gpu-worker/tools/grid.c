@@ -3,35 +3,60 @@
 #include "gpu-worker/quant/f16.h"
 #include "gpu-worker/tools/parallel.h"
 
+enum { LANES = 8 };
+
 static float as_f16(float x)
 {
     return f16_to_f32(f32_to_f16(x));
 }
 
+/* The least and the largest number, 0 among them: lane by lane, as vectors. */
+static void extent(const float *x, uint32_t group, float *low, float *high)
+{
+    float lows[LANES] = {0}, highs[LANES] = {0};
+    uint32_t i = 0;
+    for (; i + LANES <= group; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) {
+            lows[j] = x[i + j] < lows[j] ? x[i + j] : lows[j];
+            highs[j] = x[i + j] > highs[j] ? x[i + j] : highs[j];
+        }
+    for (; i < group; i++) {
+        lows[0] = fminf(lows[0], x[i]);
+        highs[0] = fmaxf(highs[0], x[i]);
+    }
+    *low = lows[0];
+    *high = highs[0];
+    for (uint32_t j = 1; j < LANES; j++) {
+        *low = fminf(*low, lows[j]);
+        *high = fmaxf(*high, highs[j]);
+    }
+}
+
+/* Of equal magnitudes the first. */
 struct grid_range grid_fit_extreme(const float *x, uint32_t group, float share)
 {
-    float extreme = 0;
-    for (uint32_t i = 0; i < group; i++)
-        if (fabsf(x[i]) > fabsf(extreme))
+    float low, high, extreme;
+    extent(x, group, &low, &high);
+    extreme = high > -low ? high : low;
+    for (uint32_t i = 0; high == -low && i < group; i++)
+        if (fabsf(x[i]) == high) {
             extreme = x[i];
+            break;
+        }
     return (struct grid_range){as_f16(share * (extreme / -8)), 8};
 }
 
 struct grid_range grid_fit_symmetric(const float *x, uint32_t group, float share)
 {
-    float most = 0;
-    for (uint32_t i = 0; i < group; i++)
-        most = fmaxf(most, fabsf(x[i]));
-    return (struct grid_range){as_f16(share * (2 * most / 15)), 8};
+    float low, high;
+    extent(x, group, &low, &high);
+    return (struct grid_range){as_f16(share * (2 * fmaxf(high, -low) / 15)), 8};
 }
 
 struct grid_range grid_fit_asymmetric(const float *x, uint32_t group, float share)
 {
-    float low = 0, high = 0;
-    for (uint32_t i = 0; i < group; i++) {
-        low = fminf(low, x[i]);
-        high = fmaxf(high, x[i]);
-    }
+    float low, high;
+    extent(x, group, &low, &high);
     float scale = as_f16(share * ((high - low) / 15));
     return (struct grid_range){scale, scale > 0 ? (float)rounding_nearest(share * -low / scale, 0, 15) : 8};
 }

@@ -1,4 +1,5 @@
 #include "gpu-worker/tools/rounding.h"
+#include <math.h>
 #include <string.h>
 #include "gpu-worker/quant/f16.h"
 #include "gpu-worker/tools/grid.h"

@@ -1,6 +1,5 @@
 /* Rows of f32 into the formats of gpu-worker/quant, by rounding each number to the nearest. */
 #pragma once
-#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "gpu-worker/quant/quant.h"
@@ -13,9 +12,12 @@ struct grid_range;
 /* x[0..n) under the ranges [n / 32] of its groups, whose zero points are 8 (grid.h) -> Q4_0's bytes. */
 void rounding_q4_0_pack(const float *x, const struct grid_range *ranges, uint64_t n, uint8_t *out);
 
-/* To the nearest whole number, halves away from zero, inside low..high. */
+/* To the nearest whole number, halves away from zero, inside low..high. Without branches: loops over it become vectors. */
 static inline int rounding_nearest(float x, int low, int high)
 {
-    float rounded = roundf(x);
-    return rounded < (float)low ? low : rounded > (float)high ? high : (int)rounded;
+    float inside = x > (float)low ? x : (float)low; /* what is no number: low */
+    inside = inside < (float)high ? inside : (float)high;
+    int whole = (int)inside;
+    float rest = inside - (float)whole; /* exact */
+    return whole + (rest >= 0.5f) - (rest <= -0.5f);
 }

@@ -128,6 +128,92 @@ static void clipping_is_never_worse_than_rounding(void **state)
     free(rounded);
 }
 
+/* Inputs that depend on each other: H = X^T X, of which the upper triangle alone is there. */
+static float *dependent_inputs(uint32_t cols)
+{
+    float *h = calloc((size_t)cols * cols, sizeof *h), x[COLS];
+    for (int token = 0; token < 60; token++) {
+        for (uint32_t i = 0; i < cols; i++)
+            x[i] = random_number() + (i ? 0.7f * x[i - 1] : 0);
+        for (uint32_t i = 0; i < cols; i++)
+            for (uint32_t j = i; j < cols; j++)
+                h[i * cols + j] += x[i] * x[j];
+    }
+    return h;
+}
+
+/* e H e^T in f64, of columns first..last. */
+static double weighed(const float *e, const float *h, uint32_t first, uint32_t last)
+{
+    double sum = 0;
+    for (uint32_t i = first; i < last; i++)
+        for (uint32_t j = first; j < last; j++)
+            sum += (double)e[i] * (double)e[j] * (double)h[i < j ? i * COLS + j : j * COLS + i];
+    return sum;
+}
+
+static void the_search_weighs_errors_by_all_of_h(void **state)
+{
+    float *a = weights(), *b = weights(), *h = dependent_inputs(COLS), scales[COLS], e[COLS];
+    const struct awq_matrix matrices[] = {{a, ROWS}, {b, ROWS / 2}};
+    struct kvg_error err;
+    double kept, rounded = 0, scaled = 0;
+    assert_int_equal(awq_search(matrices, 2, COLS, h, &q4_0, 2, scales, &kept, &err), 0);
+    for (int r = 0; r < ROWS + ROWS / 2; r++)
+        for (int by_scales = 0; by_scales < 2; by_scales++) {
+            const float *w = r < ROWS ? a + r * COLS : b + (r - ROWS) * COLS;
+            for (uint32_t g = 0; g < COLS; g += QUANT_GROUP) {
+                float x[QUANT_GROUP];
+                for (int i = 0; i < QUANT_GROUP; i++)
+                    x[i] = w[g + i] * (by_scales ? scales[g + i] : 1);
+                struct grid_range range = grid_fit_extreme(x, QUANT_GROUP, 1);
+                for (int i = 0; i < QUANT_GROUP; i++)
+                    e[g + i] = w[g + i] - grid_nearest(x[i], range) / (by_scales ? scales[g + i] : 1);
+            }
+            *(by_scales ? &scaled : &rounded) += weighed(e, h, 0, COLS);
+        }
+    assert_true(kept <= 1 && fabs(scaled / rounded - kept) < 1e-4);
+    free(a);
+    free(b);
+    free(h);
+}
+
+/* More rows than are weighed in one product, inputs that depend on each other, and scales: each group has the share of its range
+ * that loses least. */
+static void every_group_is_clipped_where_it_loses_least(void **state)
+{
+    enum { MANY = 150, GROUPS = COLS / QUANT_GROUP };
+    float *w = malloc(MANY * COLS * sizeof *w), *q = malloc(MANY * COLS * sizeof *q), *h = dependent_inputs(COLS), scales[COLS],
+          e[COLS];
+    struct grid_range *ranges = malloc(MANY * GROUPS * sizeof *ranges);
+    uint32_t clipped = 0;
+    for (int i = 0; i < MANY * COLS; i++)
+        q[i] = w[i] = random_number() * random_number();
+    for (int i = 0; i < COLS; i++)
+        scales[i] = 1.5f + random_number();
+    awq_round(q, ranges, MANY, COLS, h, scales, &awq, 3);
+    for (int r = 0; r < MANY; r++)
+        for (uint32_t g = 0; g < COLS; g += QUANT_GROUP) {
+            double least = INFINITY, got;
+            for (int clip = 0; clip <= 10; clip++) {
+                struct grid_range range = awq.fit(w + r * COLS + g, QUANT_GROUP, 1 - 0.05f * (float)clip);
+                for (uint32_t i = g; i < g + QUANT_GROUP; i++)
+                    e[i] = (w[r * COLS + i] - grid_nearest(w[r * COLS + i], range)) / scales[i];
+                least = fmin(least, weighed(e, h, g, g + QUANT_GROUP));
+                clipped += clip == 0 && range.scale > ranges[r * GROUPS + (int)g / QUANT_GROUP].scale;
+            }
+            for (uint32_t i = g; i < g + QUANT_GROUP; i++)
+                e[i] = (w[r * COLS + i] - q[r * COLS + i]) / scales[i];
+            got = weighed(e, h, g, g + QUANT_GROUP);
+            assert_true(got <= least * 1.0001 && got >= least * 0.9999);
+        }
+    assert_true(clipped > MANY); /* of 4 times as many */
+    free(w);
+    free(q);
+    free(h);
+    free(ranges);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -135,6 +221,8 @@ int main(void)
         cmocka_unit_test(equal_inputs_are_left_alone),
         cmocka_unit_test(inputs_that_are_always_zero_change_nothing),
         cmocka_unit_test(clipping_is_never_worse_than_rounding),
+        cmocka_unit_test(the_search_weighs_errors_by_all_of_h),
+        cmocka_unit_test(every_group_is_clipped_where_it_loses_least),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -268,6 +268,27 @@ static void formats_without_an_encoder_are_refused(void **state)
     assert_int_equal(rounding_encode(&quant_q4_k, x, 256, bytes), -1);
 }
 
+static void numbers_round_as_roundf_does_inside_their_bounds(void **state)
+{
+    assert_int_equal(rounding_nearest(NAN, -8, 7), -8);
+    assert_int_equal(rounding_nearest(INFINITY, -8, 7), 7);
+    assert_int_equal(rounding_nearest(-1e30f, -8, 7), -8);
+    assert_int_equal(rounding_nearest(0.49999997f, -8, 7), 0);
+    for (int i = -40000; i <= 40000; i++) { /* halves, what is next to them, and all between */
+        const float near[] = {(float)i / 4096, nextafterf((float)i / 2, 1e9f), nextafterf((float)i / 2, -1e9f), (float)i / 2};
+        for (int k = 0; k < 4; k++) {
+            int want = (int)fmaxf(-127, fminf(126, roundf(near[k])));
+            assert_int_equal(rounding_nearest(near[k], -127, 126), want);
+        }
+    }
+}
+
+static void of_equal_magnitudes_the_first_is_kept_exactly(void **state)
+{
+    float up[32] = {[3] = 4, [9] = -4, [20] = 1}, down[32] = {[3] = -4, [9] = 4, [20] = 1};
+    assert_true(grid_fit_extreme(up, 32, 1).scale == -0.5f && grid_fit_extreme(down, 32, 1).scale == 0.5f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -281,6 +302,8 @@ int main(void)
         cmocka_unit_test(a_group_of_zeros_stays_zero),
         cmocka_unit_test(what_is_on_the_grid_is_kept),
         cmocka_unit_test(formats_without_an_encoder_are_refused),
+        cmocka_unit_test(numbers_round_as_roundf_does_inside_their_bounds),
+        cmocka_unit_test(of_equal_magnitudes_the_first_is_kept_exactly),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
