@@ -15,9 +15,10 @@
 #include "gpu-worker/log.h"
 #include "gpu-worker/model/model.h"
 #include "gpu-worker/tools/divergence.h"
+#include "gpu-worker/tools/parallel.h"
 #include "libprompt/prompt.h"
 
-enum { BLOCK = 32, CHUNK = 64, MOST_TEXT = 1 << 30, MOST_MODELS = 16 };
+enum { BLOCK = 32, CHUNK = 256, MOST_TEXT = 1 << 30, MOST_MODELS = DIVERGENCE_MODELS };
 
 struct flags {
     const char *models[MOST_MODELS], *base, *text, *device, *isa, *arithmetic;
@@ -119,30 +120,48 @@ struct sums {
     double nll, base_nll, kl;
 };
 
-struct logits {
-    const float *rows;
-    uint32_t n_vocab;
+/* Rows of a chunk, measured on all threads. */
+struct measured {
+    const float *models[MOST_MODELS], *base; /* [n, n_vocab of each] */
+    uint32_t n_models, vocabs[MOST_MODELS], base_vocab, n_common;
+    const uint32_t *targets;
+    struct divergence *out; /* [n, n_models] */
 };
 
-/* targets: what the n rows predict. expected: the base's, rows NULL without one. */
-static void add_rows(struct sums *sums, struct logits logits, struct logits expected, const uint32_t *targets, uint32_t n)
+static void measure_rows(void *context, uint64_t first, uint64_t last)
 {
-    uint32_t n_common = expected.rows && expected.n_vocab < logits.n_vocab ? expected.n_vocab : logits.n_vocab;
-    for (uint32_t i = 0; i < n; i++) {
-        struct divergence d;
-        divergence_measure(logits.rows + (size_t)i * logits.n_vocab,
-                           expected.rows ? expected.rows + (size_t)i * expected.n_vocab : NULL, n_common, targets[i], &d);
-        sums->tokens++;
-        sums->nll += d.nll;
-        sums->base_nll += d.base_nll;
-        sums->kl += d.kl;
-        sums->same_top += d.same_top;
+    const struct measured *m = context;
+    for (uint64_t row = first; row < last; row++) {
+        const float *models[MOST_MODELS];
+        for (uint32_t i = 0; i < m->n_models; i++)
+            models[i] = m->models[i] + row * m->vocabs[i];
+        divergence_measure(models, m->n_models, m->base ? m->base + row * m->base_vocab : NULL, m->n_common, m->targets[row],
+                           m->out + row * m->n_models);
     }
 }
 
-static struct logits logits_of(struct scored *scored, const uint32_t *ids, uint32_t n, uint32_t past, uint32_t first)
+/* n rows of ids[0..n) from `first` on, in all models; what they predict is ids[1..n]. */
+static void add_rows(struct scored *models, struct scored *base, const struct flags *flags, const uint32_t *ids, uint32_t n,
+                     uint32_t at, uint32_t first, struct sums *sums)
 {
-    return (struct logits){forward(scored, ids, n, past, first), model_info(scored->model)->n_vocab};
+    struct divergence out[CHUNK * MOST_MODELS];
+    struct measured m = {.n_models = flags->n_models, .targets = ids + first + 1, .out = out};
+    m.base = base ? forward(base, ids, n, at, first) : NULL;
+    m.base_vocab = m.n_common = base ? model_info(base->model)->n_vocab : UINT32_MAX;
+    for (uint32_t i = 0; i < flags->n_models; i++) {
+        m.models[i] = forward(&models[i], ids, n, at, first);
+        m.vocabs[i] = model_info(models[i].model)->n_vocab;
+        m.n_common = m.vocabs[i] < m.n_common ? m.vocabs[i] : m.n_common;
+    }
+    parallel_ranges(flags->threads, n - first, measure_rows, &m);
+    for (uint32_t i = 0; i < (n - first) * flags->n_models; i++) {
+        struct sums *s = &sums[i % flags->n_models];
+        s->tokens++;
+        s->nll += out[i].nll;
+        s->base_nll += out[i].base_nll;
+        s->kl += out[i].kl;
+        s->same_top += out[i].same_top;
+    }
 }
 
 /* One window: position i predicts ids[i + 1]; the last predicts nothing. sums: [n_models]. */
@@ -153,10 +172,7 @@ static void score_window(struct scored *models, struct scored *base, const struc
     memset(sums, 0, flags->n_models * sizeof *sums);
     for (uint32_t at = 0, n; at < last; at += n) {
         n = last - at < CHUNK ? last - at : CHUNK;
-        uint32_t first = at >= flags->skip ? 0 : flags->skip - at < n ? flags->skip - at : n;
-        struct logits expected = base ? logits_of(base, ids + at, n, at, first) : (struct logits){0};
-        for (uint32_t m = 0; m < flags->n_models; m++)
-            add_rows(&sums[m], logits_of(&models[m], ids + at, n, at, first), expected, ids + at + first + 1, n - first);
+        add_rows(models, base, flags, ids + at, n, at, at >= flags->skip ? 0 : flags->skip - at < n ? flags->skip - at : n, sums);
     }
 }
 

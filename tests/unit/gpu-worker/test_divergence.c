@@ -19,6 +19,11 @@ static float *random_logits(uint32_t n, float spread, uint32_t seed)
     return x;
 }
 
+static void measure(const float *x, const float *base, uint32_t n, uint32_t target, struct divergence *out)
+{
+    divergence_measure(&x, 1, base, n, target, out);
+}
+
 static double log_sum(const float *x, uint32_t n)
 {
     double most = -INFINITY, sum = 0;
@@ -41,7 +46,7 @@ static void sums_equal_those_in_f64(void **state)
             kl += exp(p) * (p - ((double)x[i] - lse));
         }
         struct divergence d;
-        divergence_measure(x, base, n, target, &d);
+        measure(x, base, n, target, &d);
         assert_true(fabs(d.nll - (lse - (double)x[target])) < 1e-5);
         assert_true(fabs(d.base_nll - (base_lse - (double)base[target])) < 1e-5);
         assert_true(fabs(d.kl - kl) < 2e-5);
@@ -54,7 +59,7 @@ static void equal_models_have_no_divergence(void **state)
 {
     float *x = random_logits(MOST, 30, 5);
     struct divergence d;
-    divergence_measure(x, x, MOST, 7, &d);
+    measure(x, x, MOST, 7, &d);
     assert_true(fabs(d.kl) < 1e-9 && d.same_top && d.nll == d.base_nll);
     free(x);
 }
@@ -65,7 +70,7 @@ static void a_shift_of_all_logits_changes_nothing(void **state)
     struct divergence d;
     for (uint32_t i = 0; i < 4096; i++)
         shifted[i] += 64;
-    divergence_measure(shifted, x, 4096, 9, &d);
+    measure(shifted, x, 4096, 9, &d);
     assert_true(fabs(d.kl) < 1e-5 && d.same_top);
     free(x);
     free(shifted);
@@ -76,8 +81,48 @@ static void far_apart_logits_stay_finite(void **state)
 {
     float x[600] = {[0] = 500}, base[600] = {[599] = 500};
     struct divergence d;
-    divergence_measure(x, base, 600, 3, &d);
+    measure(x, base, 600, 3, &d);
     assert_true(fabs(d.nll - 500) < 1e-3 && fabs(d.kl - 500) < 1e-3 && !d.same_top);
+}
+
+static void several_models_are_measured_as_each_alone(void **state)
+{
+    const uint32_t sizes[] = {5, 512, 700, 4099};
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+        uint32_t n = sizes[s];
+        float *base = random_logits(n, 20, 3);
+        const float *models[DIVERGENCE_MODELS];
+        struct divergence all[DIVERGENCE_MODELS], alone;
+        for (uint32_t m = 0; m < DIVERGENCE_MODELS; m++)
+            models[m] = random_logits(n, 15, 100 + m);
+        divergence_measure(models, DIVERGENCE_MODELS, base, n, 4, all);
+        for (uint32_t m = 0; m < DIVERGENCE_MODELS; m++) {
+            measure(models[m], base, n, 4, &alone);
+            assert_true(alone.kl == all[m].kl && alone.nll == all[m].nll && alone.base_nll == all[m].base_nll);
+            assert_int_equal(alone.same_top, all[m].same_top);
+            free((void *)models[m]);
+        }
+        free(base);
+    }
+}
+
+static void without_a_base_only_the_models_own_loss_is_said(void **state)
+{
+    float *x = random_logits(1000, 20, 8);
+    struct divergence d;
+    measure(x, NULL, 1000, 7, &d);
+    assert_true(fabs(d.nll - (log_sum(x, 1000) - (double)x[7])) < 1e-5 && d.base_nll == 0 && d.kl == 0 && !d.same_top);
+    free(x);
+}
+
+static void of_equal_logits_the_first_is_on_top(void **state)
+{
+    float x[1200] = {[700] = 9, [1100] = 9}, same[1200] = {[700] = 5}, other[1200] = {[1100] = 5};
+    struct divergence d;
+    measure(x, same, 1200, 0, &d);
+    assert_true(d.same_top);
+    measure(x, other, 1200, 0, &d);
+    assert_false(d.same_top);
 }
 
 int main(void)
@@ -87,6 +132,9 @@ int main(void)
         cmocka_unit_test(equal_models_have_no_divergence),
         cmocka_unit_test(a_shift_of_all_logits_changes_nothing),
         cmocka_unit_test(far_apart_logits_stay_finite),
+        cmocka_unit_test(several_models_are_measured_as_each_alone),
+        cmocka_unit_test(without_a_base_only_the_models_own_loss_is_said),
+        cmocka_unit_test(of_equal_logits_the_first_is_on_top),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
