@@ -36,6 +36,13 @@ static _Noreturn void fail(const char *what, const char *why)
     exit(1);
 }
 
+/* The flags themselves are wrong. */
+static _Noreturn void usage(const char *what, const char *why)
+{
+    fprintf(stderr, "kvgate-score: %s%s%s\n", what, *what ? ": " : "", why);
+    exit(2);
+}
+
 static char *read_text(const char *path, size_t *size)
 {
     FILE *file = fopen(path, "rb");
@@ -193,7 +200,7 @@ static uint32_t number(const char *flag, const char *text, uint32_t least, uint3
     unsigned long n = strtoul(text, &end, 10);
     if (*end || text[0] < '0' || text[0] > '9' || n < least || n > most) {
         snprintf(why, sizeof why, "must be a whole number from %u to %u, got \"%.30s\"", least, most, text);
-        fail(flag, why);
+        usage(flag, why);
     }
     return (uint32_t)n;
 }
@@ -233,24 +240,24 @@ static void read_flags(struct flags *flags, int argc, char **argv)
         }
         if (strcmp(argv[i], "--model") == 0 && i + 1 < argc) {
             if (flags->n_models == MOST_MODELS)
-                fail(argv[i + 1], "is one model too many");
+                usage(argv[i + 1], "is one model too many");
             flags->models[flags->n_models++] = argv[i + 1];
             continue;
         }
         while (k < sizeof known / sizeof *known && strcmp(known[k].name, argv[i]) != 0)
             k++;
         if (k == sizeof known / sizeof *known || i + 1 == argc)
-            fail(argv[i],
-                 k == sizeof known / sizeof *known && strcmp(argv[i], "--model") != 0 ? "is not known" : "needs a value");
+            usage(argv[i],
+                  k == sizeof known / sizeof *known && strcmp(argv[i], "--model") != 0 ? "is not known" : "needs a value");
         if (known[k].text)
             *known[k].text = argv[i + 1];
         else
             *known[k].count = number(argv[i], argv[i + 1], known[k].least, known[k].most);
     }
     if (!flags->n_models || !flags->text)
-        fail("usage", help);
+        usage("", help);
     if (flags->skip + 2 > flags->context)
-        fail("--skip", "leaves nothing of --context to score");
+        usage("--skip", "leaves nothing of --context to score");
 }
 
 /* The same ids must mean the same texts, or a divergence is that of two alphabets. */

@@ -329,15 +329,22 @@ def test_models_of_other_vocabularies_are_not_compared(toys, tmp_path):
     assert code == 1 and "not the same vocabulary" in err
 
 
-@pytest.mark.parametrize("flags, word", [
-    (["--text", "/nowhere"], "/nowhere"),
-    (["--context", "64", "--skip", "63"], "--skip"),
-    (["--context", "x"], "whole number"),
-    (["--colour", "x"], "--colour"),
+@pytest.mark.parametrize("flags, status, word", [
+    (["--text", "/nowhere"], 1, "/nowhere"),
+    (["--context", "64", "--skip", "63"], 2, "--skip"),
+    (["--context", "x"], 2, "whole number"),
+    (["--colour", "x"], 2, "--colour"),
+    (["--tokens"], 2, "needs a value"),
+    (["--model", "/nowhere"] * 16, 2, "one model too many"),
 ])
-def test_score_names_what_is_wrong(flags, word, toys):
+def test_score_names_what_is_wrong(flags, status, word, toys):
     code, _, err = score("--model", toys["base"], "--text", toys["text"], *flags)
-    assert code == 1 and word in err and len(err.splitlines()) == 1
+    assert code == status and word in err and len(err.splitlines()) == 1
+
+
+def test_score_without_flags_shows_them_and_ends_with_2():
+    code, lines, err = score()
+    assert code == 2 and not lines and "--model FILE" in err and "--text FILE" in err
 
 
 def test_a_planted_worse_model_is_found_through_workers_of_its_own(tmp_path):
