@@ -10,7 +10,7 @@
  * --lm-head: lm_head too, rounded: to 8 bits, but beside awq-int4 to 4.
  * --calibration: instead of rounding each number for itself, by the inputs that a text gives: q4_0 and gptq-int4 by GPTQ
  * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way. --act-order:
- * with gptq-int4, columns whose inputs are largest are rounded first. OUT appears whole or not at all.
+ * with gptq-int4, columns whose inputs are largest are rounded first. OUT must not exist; it appears whole or not at all.
  */
 #include <cblas.h>
 #include <stdio.h>
@@ -30,8 +30,8 @@ static const char help[] =
     "usage: kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16 [--calibration FILE [--awq]] [flags]\n"
     "       kvgate-quantize IN/ OUT/ --format w8a8|gptq-int4|awq-int4 [--calibration FILE [--act-order]] [flags]\n"
     "\n"
-    "Writes a model with the matrices of its layers in another format: a GGUF file, or a Hugging Face folder (OUT/ must not "
-    "exist).\n"
+    "Writes a model with the matrices of its layers in another format: a GGUF file, or a Hugging Face folder. OUT must not "
+    "exist.\n"
     "\n"
     "    --calibration FILE  of text, or JSON lines with text, prompt or messages: rounds by what the model's inputs are on it\n"
     "                  (q4_0, gptq-int4: GPTQ; awq-int4: AWQ);  --awq  AWQ for q4_0;  --act-order  for gptq-int4\n"

@@ -10,7 +10,7 @@ struct quantize_flags {
     bool lm_head, awq, act_order; /* awq: of GGUF files, instead of GPTQ */
 };
 
-/* in, out: GGUF files; format q8_0, q4_0, bf16. See kvgate_quantize.c. */
+/* in, out: GGUF files; format q8_0, q4_0, bf16. out must not exist: KVG_FILE. See kvgate_quantize.c. */
 int quantize_gguf(const struct quantize_flags *flags, struct kvg_error *err);
 /* in, out: Hugging Face folders; format w8a8 (compressed-tensors), gptq-int4, awq-int4. out must not exist. */
 int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err);

@@ -289,6 +289,8 @@ static int run(struct work *work, struct kvg_error *err)
     if (stat(work->flags->in, &in) == 0 && stat(work->flags->out, &out) == 0 && in.st_dev == out.st_dev &&
         in.st_ino == out.st_ino)
         return kvg_fail(err, KVG_INVALID, "%.200s is the file that is read", work->flags->out);
+    if (lstat(work->flags->out, &out) == 0 && S_ISREG(out.st_mode))
+        return kvg_fail(err, KVG_FILE, "%.200s exists already", work->flags->out);
     if ((failed = kvg_gguf_open(&work->gguf, work->flags->in, err)) || (failed = make_plan(work, err)))
         return failed;
     if (work->flags->calibration) {

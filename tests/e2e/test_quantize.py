@@ -101,7 +101,7 @@ def test_sizes_of_a_real_model(tmp_path):
     matrices = [t.name for t in base.tensors if t.name.startswith("blk.") and len(t.shape) == 2]
     whole = sum(t.n_bytes for t in base.tensors if t.name in matrices)
     for format, share in (("q8_0", 0.532), ("q4_0", 0.282)):
-        out = written(tmp_path / "bf16.gguf", tmp_path / "out.gguf", "--format", format)
+        out = written(tmp_path / "bf16.gguf", tmp_path / f"{format}.gguf", "--format", format)
         assert sum(t.n_bytes for t in out.tensors if t.name in matrices) <= share * whole
 
 
@@ -152,6 +152,13 @@ def test_an_interrupted_run_leaves_nothing_under_the_name(tmp_path):
     child.send_signal(signal.SIGKILL)
     if child.wait() != 0:
         assert not out.exists()
+
+
+def test_a_file_that_is_there_is_not_overwritten(toy, tmp_path):
+    (tmp_path / "out.gguf").write_text("mine")
+    done = quantize(toy[0], tmp_path / "out.gguf", "--format", "q4_0")
+    assert done.returncode == 1 and f"{tmp_path}/out.gguf exists already" in done.stderr
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("out.gguf", "mine")]
 
 
 @pytest.mark.parametrize("args, words", [
