@@ -163,7 +163,7 @@ def beside(engine, streams, long_ids, other_ids, pause=2.0):
     own = p99(gaps(events, quiet, start) or gaps(events, 0, start) or [0])
     during = p99(gaps(events, start, end) or [1000 * (end - start)])  # none: the streams stood still all along
     return {"p99 alone": own, "p99 during": during, "slowdown": during / own if own else 0, "kept": alone / together,
-            "health": max(health.times or [1000 * (end - start)])}
+            "health": max(health.times or [1000 * (end - start)]), "timer": max(health.late or [0])}
 
 
 def wait_for_streams(path, n, limit=60):
@@ -372,7 +372,8 @@ class Bench:
                 ("p99 during", "inter-token p99 during it", "ms", False, None),
                 ("slowdown", "p99 during it / alone", "x", False, ("<= 2x", lambda r: r["value"] <= 2)),
                 ("kept", "prefill's rate / alone", "x", True, (">= 0.5", lambda r: r["value"] >= 0.5)),
-                ("health", "slowest /health", "ms", False, ("< 10 ms", lambda r: r["value"] < 10))):
+                ("health", "slowest /health", "ms", False, ("< 10 ms", lambda r: r["value"] < 10)),
+                ("timer", "latest timer of the process that asks for it", "ms", False, None)):
             self.add(f"{name}: {label}", unit, results, metric, missing, settings, high=high, own_aim=aim)
 
     def start(self):

@@ -1,7 +1,8 @@
 """Asks a server for its health every 20 ms on one connection, from a process of its own: a thread beside a benchmark's others would
 wait for the interpreter, too, while they start programs or write large requests.
 
-health.py PORT: each line of its output is one answer's milliseconds, until its standard input ends.
+health.py PORT: each line of its output is one answer's milliseconds and how much too long the sleep before it was, which says
+what the machine itself does to a process that wants nothing, until its standard input ends.
 """
 import http.client
 import select
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 
+EVERY = 0.02  # seconds
+
 
 class Health:
-    """`with Health(port) as health`: asked all along; afterwards health.times are the answers' times in ms, in order."""
+    """`with Health(port) as health`: asked all along; afterwards the answers' times and the lateness of timers in ms, in order."""
 
     def __init__(self, port):
-        self.port, self.times = port, []
+        self.port, self.times, self.late = port, [], []
 
     def __enter__(self):
         self.process = subprocess.Popen([sys.executable, __file__, str(self.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -24,16 +27,22 @@ class Health:
 
     def __exit__(self, *exc):
         out, _ = self.process.communicate()
-        self.times = [float(line) for line in out.split()]
+        for line in out.splitlines():
+            answer, late = line.split()
+            self.times.append(float(answer))
+            self.late.append(float(late))
 
 
 def main():
     connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
-    while not select.select([sys.stdin], [], [], 0.02)[0]:
+    asleep = time.monotonic()
+    while not select.select([sys.stdin], [], [], EVERY)[0]:
         start = time.monotonic()
         connection.request("GET", "/health")
         connection.getresponse().read()
-        print(1000 * (time.monotonic() - start), flush=True)
+        end = time.monotonic()
+        print(1000 * (end - start), 1000 * (start - asleep - EVERY), flush=True)
+        asleep = time.monotonic()
 
 
 if __name__ == "__main__":
