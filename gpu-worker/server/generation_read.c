@@ -5,7 +5,7 @@
 #include <time.h>
 #include "gpu-worker/server/generation_internal.h"
 
-enum { MAX_CHOICES_TOTAL = 2048 };
+enum { MAX_CHOICES_TOTAL = 2048 }; /* of one request, however many may wait */
 
 static bool no_memory(struct generation *g)
 {
@@ -34,12 +34,13 @@ static bool read_params(struct generation *g, const struct kvg_json *body)
 
 static bool make_room(struct generation *g, size_t n_prompts)
 {
-    uint32_t most = g->server->options.max_waiting + g->server->info.max_num_seqs;
+    uint32_t room = g->server->options.max_waiting + g->server->info.max_num_seqs;
+    bool crowded = room < MAX_CHOICES_TOTAL;
+    uint32_t most = crowded ? room : MAX_CHOICES_TOTAL;
 
-    most = most < MAX_CHOICES_TOTAL ? most : MAX_CHOICES_TOTAL;
     if (n_prompts > most / g->params.engine.n) {
-        kvg_fail(&g->fault.err, KVG_INVALID, "%zu prompts with n = %u are more choices than the %u that may run and wait at once",
-                 n_prompts, g->params.engine.n, most);
+        kvg_fail(&g->fault.err, KVG_INVALID, "%zu prompts with n = %u are more choices than the %u that %s", n_prompts,
+                 g->params.engine.n, most, crowded ? "may run and wait at once" : "one request may have");
         snprintf(g->fault.err.param, sizeof g->fault.err.param, "prompt");
         return prompt_fail(&g->fault, 400, NULL);
     }

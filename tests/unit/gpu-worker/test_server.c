@@ -161,6 +161,11 @@ static int open_narrow(void **state)
     return open_world_with(state, (struct server_options){.max_waiting = 1});
 }
 
+static int open_wide(void **state)
+{
+    return open_world_with(state, (struct server_options){.max_waiting = 1 << 20});
+}
+
 static int open_hasty(void **state)
 {
     return open_world_with(state, (struct server_options){.idle_ms = 1, .read_ms = 1, .send_ms = 1, .comment_ms = 1});
@@ -683,6 +688,17 @@ static void more_prompts_than_may_wait_are_refused_with_both_numbers(void **stat
     close(fd);
 }
 
+/* However many may wait: the answers of one request are held together. */
+static void more_prompts_than_a_request_may_have_are_refused_with_both_numbers(void **state)
+{
+    int fd = dial(*state);
+    post(fd, "/v1/completions", "{\"n\":128,\"prompt\":[[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1],[1]]}");
+    const char *text = hear(fd, "}}");
+    assert_has(text, "HTTP/1.1 400 ");
+    assert_has(text, "17 prompts with n = 128 are more choices than the 2048 that one request may have");
+    close(fd);
+}
+
 static void a_drain_finishes_what_runs_and_takes_no_more(void **state)
 {
     struct world *w = *state;
@@ -749,6 +765,8 @@ int main(void)
         IN_WORLD(tokenize_gives_ids_and_chain),
         cmocka_unit_test_setup_teardown(too_many_waiting_requests_get_503, open_narrow, close_world),
         cmocka_unit_test_setup_teardown(more_prompts_than_may_wait_are_refused_with_both_numbers, open_narrow, close_world),
+        cmocka_unit_test_setup_teardown(more_prompts_than_a_request_may_have_are_refused_with_both_numbers, open_wide,
+                                        close_world),
         cmocka_unit_test_setup_teardown(a_silent_stream_is_kept_alive_by_comments, open_hasty, close_world),
         cmocka_unit_test_setup_teardown(a_request_that_does_not_go_on_is_408_and_an_idle_connection_ends, open_hasty,
                                         close_world),
