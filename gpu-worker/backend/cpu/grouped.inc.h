@@ -15,10 +15,6 @@ V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
-V_INLINE void v_prefetch_l2(const void *p)
-{
-    _mm_prefetch((const char *)p, _MM_HINT_T1);
-}
 V_INLINE i32x16 i32x16_load(const void *p)
 {
     return _mm512_loadu_si512(p);
@@ -44,10 +40,6 @@ V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return (i32x16){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
                     _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
-}
-V_INLINE void v_prefetch_l2(const void *p)
-{
-    _mm_prefetch((const char *)p, _MM_HINT_T1);
 }
 V_INLINE i32x16 i32x16_load(const void *p)
 {
@@ -76,10 +68,6 @@ enum { V_WIDE_SUMS = 1, V_SHIFTED_ROWS = 1 };
 V_INLINE i32x16 i32x16_from_u8(const uint8_t *p)
 {
     return I32_LANES(p[i]);
-}
-V_INLINE void v_prefetch_l2(const void *p)
-{
-    (void)p;
 }
 V_INLINE i32x16 i32x16_load(const void *p)
 {

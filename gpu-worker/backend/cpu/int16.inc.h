@@ -120,7 +120,7 @@ V_INLINE void int16_group(uint32_t bits, enum quant_scales scales, const uint8_t
 V_INLINE void int16_rows(uint32_t bits, enum quant_scales scales, const uint8_t *panel, const struct acts *a, uint32_t tile,
                          uint32_t row, uint32_t height, int n, uint32_t h, uint32_t halves, v16 out[][2])
 {
-    size_t groups = a->cols / QUANT_GROUP, cell_bytes = panel_cell_bytes(bits, scales);
+    size_t groups = a->cols / QUANT_GROUP, lines = panel_cell_bytes(bits, scales) / LINE;
     size_t sum = tile * groups + row, plane = tile * int16_units(a->cols) * INT16_UNIT + row * INT16_UNIT;
     struct int16_sums total[V_ROWS][2];
     for (int r = 0; r < n; r++)
@@ -134,13 +134,15 @@ V_INLINE void int16_rows(uint32_t bits, enum quant_scales scales, const uint8_t 
                 high[i][r] = low[i][r] = i32x16_set1(0);
         for (; g < stop; g++, sum += height) {
             const uint8_t *cell = int16_cell(bits, scales, panel, g), *super = int16_super(bits, scales, panel, g);
-            if (h == 0)
-                for (size_t i = 0; i < cell_bytes; i += LINE)
-                    v_prefetch(cell + PREFETCH_AHEAD + i);
+            for (size_t i = 0; i < panel_super_bytes(scales) && h == 0 && g % QUANT_SUPER_GROUPS == 0; i += LINE)
+                v_prefetch_l2(super + STREAM_AHEAD + i);
             V_UNROLL
-            for (uint32_t i = 0; i < halves; i++)
+            for (uint32_t i = 0; i < halves; i++) {
+                for (size_t l = lines * i / halves; l < lines * (i + 1) / halves && h == 0; l++)
+                    v_prefetch_l2(cell + STREAM_AHEAD + l * LINE);
                 int16_group(bits, scales, cell, super, h + i, a, plane + g / 2 * height * INT16_UNIT + g % 2 * QUANT_GROUP, sum,
                             n, high[i], low[i]);
+            }
         }
         for (uint32_t i = 0; i < halves; i++)
             for (int r = 0; r < n; r++)

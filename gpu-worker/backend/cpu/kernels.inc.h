@@ -9,7 +9,15 @@
 #include "gpu-worker/backend/cpu/kernels.h"
 #include "gpu-worker/backend/cpu/v16.h"
 
-enum { PREFETCH_AHEAD = 3072 }; /* bytes; a multiple of 4096 would alias in L1 */
+/* Weights stream through once. They are asked for into L2, line after line between the products and somewhat further ahead than a
+ * core has lines under way from memory; into L1, and a cell at once, the same bytes came 5 to 20 % slower. Past a page the rate
+ * falls again, while a model that lies in the last level cache gains up to 6 KB. Bytes. */
+enum { STREAM_AHEAD = 3904 };
+
+V_INLINE void v_prefetch_l2(const void *p)
+{
+    __builtin_prefetch(p, 0, 2);
+}
 
 /* ---- activations ---- */
 
@@ -104,6 +112,7 @@ V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset
 {
     for (int r = 0; r < n; r++)
         acc[r][0] = acc[r][1] = v16_set1(0);
+    size_t lines = panel_cell_bytes(bits, scales) / LINE;
     if (bits == 8 && V_DOT8_SIGNED)
         offset = 0;
     for (size_t b = 0; b < groups; b++, at += height) {
@@ -111,8 +120,8 @@ V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset
         const uint8_t *super = panel + panel_cell_offset(bits, scales, b & ~(size_t)7) - panel_super_bytes(scales);
         const uint8_t *codes = cell + panel_head_bytes(scales);
         i32x16 sums[V_ROWS][2][2]; /* [row][half][first and second 16 columns] */
-        for (size_t i = 0; i < panel_cell_bytes(bits, scales); i += LINE)
-            v_prefetch(cell + PREFETCH_AHEAD + i);
+        for (size_t i = 0; i < panel_super_bytes(scales) && b % QUANT_SUPER_GROUPS == 0; i += LINE)
+            v_prefetch_l2(super + STREAM_AHEAD + i);
         for (int r = 0; r < n; r++) {
             int32_t low = scales == QUANT_SUPER_16 ? a->low[at + r] : a->sum[at + r], high = a->sum[at + r] - low;
             sums[r][0][0] = sums[r][1][0] = i32x16_set1(-offset * low);
@@ -122,6 +131,8 @@ V_INLINE void quant_rows(uint32_t bits, enum quant_scales scales, int32_t offset
         for (int g = 0; g < 8; g++) {
             u8x64 line0 = cell_line(codes, bits, g), line1 = cell_line(codes + panel_half_bytes(bits), bits, g);
             int part = scales == QUANT_SUPER_16 && g >= 4;
+            for (size_t i = lines * (size_t)g / 8; i < lines * (size_t)(g + 1) / 8; i++)
+                v_prefetch_l2(cell + STREAM_AHEAD + i * LINE);
             for (int r = 0; r < n; r++) {
                 const int8_t *q = a->q + (at + r) * QUANT_GROUP + 4 * g;
                 sums[r][0][part] = dot_line(bits, sums[r][0][part], line0, q);
