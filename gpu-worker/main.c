@@ -183,14 +183,16 @@ static int load_draft_model(struct worker *worker, struct kvg_error *err)
     return model_open(&worker->draft_model, &model_options, err);
 }
 
-/* On a thread of its own, beside the weights. A fault ends the process at once: nothing is served yet, and weights may still take
- * minutes. */
+/* On a thread of its own, beside the weights, and after the draft model. A fault ends the process at once: nothing is served yet,
+ * and weights may still take minutes. */
 static void *load_prompt_model(void *arg)
 {
     struct worker *worker = arg;
+    struct engine_options engine = engine_options(worker);
     struct kvg_error err = {0};
 
-    if (kvg_prompt_model_open(&worker->prompt_model, worker->options.model, SEGMENT_MEMORY, &err) < 0) {
+    if (kvg_prompt_model_open(&worker->prompt_model, worker->options.model, SEGMENT_MEMORY, &err) < 0 ||
+        engine_check_draft(&engine, worker->prompt_model, &err) < 0) {
         log_error("cannot start: %s", err.message);
         _exit(EXIT_START);
     }

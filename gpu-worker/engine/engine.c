@@ -393,8 +393,7 @@ static int init_step(struct engine *engine, const struct engine_options *options
     return rc < 0 ? rc : step_init(&engine->step, &step, err);
 }
 
-static int check_draft_model(const struct engine_options *options, const struct kvg_prompt_model *prompt_model,
-                             struct kvg_error *err)
+int engine_check_draft(const struct engine_options *options, const struct kvg_prompt_model *prompt_model, struct kvg_error *err)
 {
     if (!options->draft_model)
         return 0;
@@ -416,7 +415,7 @@ int engine_open(struct engine **out, const struct engine_options *options, struc
     if ((rc = choose_sizes(engine, options, model_info(model), err)) < 0)
         goto fail;
     fill_world(engine, prompt_model, model_info(model));
-    if ((rc = check_draft_model(options, prompt_model, err)) < 0 || (rc = init_step(engine, options, err)) < 0)
+    if ((rc = engine_check_draft(options, prompt_model, err)) < 0 || (rc = init_step(engine, options, err)) < 0)
         goto fail;
     step_report(&engine->step);
     if (pthread_create(&engine->thread, NULL, run, engine) != 0) {

@@ -49,6 +49,9 @@ static inline uint32_t engine_max_outputs(const struct engine_options *options, 
 /* Bytes of memory that the machine can still give (MemAvailable); 0 where it does not say. */
 uint64_t engine_available_memory(void);
 
+/* What engine_open asks of options->draft_model, if there is one: ids that mean the same as the model's. KVG_INVALID names the
+ * first that does not. For who wants to know it before the model's weights are loaded. */
+int engine_check_draft(const struct engine_options *options, const struct kvg_prompt_model *prompt_model, struct kvg_error *err);
 /* model, prompt_model and publisher (may be NULL) stay the caller's and must outlive the engine. Starts the thread. */
 int engine_open(struct engine **out, const struct engine_options *options, struct model *model,
                 const struct kvg_prompt_model *prompt_model, struct publisher *publisher, struct kvg_error *err);
