@@ -1,6 +1,6 @@
-/* INT16 products (int16.inc.h) of more than 16 rows on AMX; int16_words_amx.c has those of fewer. Weights w = 256 high + low
- * (high signed, low unsigned) are unpacked into two planes of tiles, and the sum of a tile of 16 rows x 16 outputs is that of
- * four byte products, kept as three:
+/* INT16 products (int16.inc.h) of many rows on AMX; int16_words_amx.c and int16_pairs_amx.c have those of fewer. Weights w = 256
+ * high + low (high signed, low unsigned) are unpacked into two planes of tiles, and the sum of a tile of 16 rows x 16 outputs is
+ * that of four byte products, kept as three:
  *
  *   top += a_high w_high        middle += a_high w_low + a_low w_high        bottom += a_low w_low        (S = 2^16, 2^8, 1 of
  * them)
@@ -27,6 +27,7 @@ static void int16_begin(uint32_t rows)
 
 enum {
     LEAST_ROWS = 3,    /* fewer are faster on VNNI */
+    PAIRS_TO = 96,     /* rows that int16_pairs_amx.c is faster with */
     BLOCK_ROWS = 512,  /* rows whose sums are kept from stretch to stretch */
     STRETCH = 9,       /* most units: 36 KiB of planes */
     SHORT_STRETCH = 5, /* where few rows share them */
@@ -209,6 +210,10 @@ V_INLINE void amx_panel(uint32_t bits, enum quant_scales scales, const struct pa
     }
     if (a->rows <= ACTS_TILE) {
         int16_words_panel(w, p, a, store);
+        return;
+    }
+    if (end - first <= PAIRS_TO) {
+        int16_pairs_panel(w, p, a, first, end, store);
         return;
     }
     int16_begin(end - first < AMX_ROWS ? end - first : AMX_ROWS);

@@ -3,6 +3,10 @@
 #include "gpu-worker/backend/cpu/amx.h"
 #include "gpu-worker/backend/cpu/int16.h"
 
+/* Panel p of an INT16 kind times rows first..end, more than ACTS_TILE in all; faster than int16_amx.c's where they are few. */
+void int16_pairs_panel(const struct panels *w, uint32_t p, const struct acts *a, uint32_t first, uint32_t end,
+                       const struct panel_store *store);
+
 /* Line g of a group's codes as words: columns 4g, 4g + 2 and 4g + 1, 4g + 3 of each row. */
 struct int16_line {
     __m512i even, odd;

@@ -178,7 +178,7 @@ static bool covers_int16(const struct quant_format *format)
 
 static void check_rows(const struct quant_format *format, bool int16, uint32_t cols, float *first_isa)
 {
-    static const uint32_t counts[] = {1, 2, 3, 4, 5, 6, 8, 9, 14, 15, 16, 17, 22, 31, 32, 33, 40, 41, 128};
+    static const uint32_t counts[] = {1, 2, 3, 4, 5, 6, 8, 9, 14, 15, 16, 17, 22, 31, 32, 33, 40, 41, 48, 64, 65, 96, 97, 128};
     static float x[MOST_ROWS * MAX_K], whole[MOST_ROWS * N], part[MOST_ROWS * N], bias[N];
     uint8_t *rows = random_rows(format, N, cols);
     for (size_t i = 0; i < (size_t)MOST_ROWS * cols; i++)
@@ -301,20 +301,23 @@ static void test_matmul_is_right_behind_a_narrower_weight(void **unused)
 
 static void test_matmul_adds_to_its_output(void **unused)
 {
-    static float x[3 * 64], out[3 * N], plain[3 * N], bias[N];
+    static const uint32_t counts[] = {3, 20, 50, MOST_ROWS};
+    static float x[MOST_ROWS * 64], out[MOST_ROWS * N], plain[MOST_ROWS * N], bias[N];
     uint8_t *rows = random_rows(&quant_q4_0, N, 64);
-    for (int i = 0; i < 3 * 64; i++)
+    for (int i = 0; i < MOST_ROWS * 64; i++)
         x[i] = random_float();
     for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
         struct cpu_backend *cpu = open_backend(isas[i], 1);
         if (!cpu)
             continue;
-        for (int j = 0; j < 3 * N; j++)
-            out[j] = (float)j;
-        multiply(cpu, &quant_q4_0, rows, bias, 64, x, 3, plain, false);
-        multiply(cpu, &quant_q4_0, rows, bias, 64, x, 3, out, true);
-        for (int j = 0; j < 3 * N; j++)
-            assert_true(out[j] == (float)j + plain[j]);
+        for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+            for (uint32_t j = 0; j < counts[c] * N; j++)
+                out[j] = (float)j;
+            multiply(cpu, &quant_q4_0, rows, bias, 64, x, counts[c], plain, false);
+            multiply(cpu, &quant_q4_0, rows, bias, 64, x, counts[c], out, true);
+            for (uint32_t j = 0; j < counts[c] * N; j++)
+                assert_true(out[j] == (float)j + plain[j]);
+        }
         close_backend(cpu);
     }
     free(rows);
