@@ -110,7 +110,7 @@ $(B)/kvgate-score: $(B)/gpu-worker/tools/kvgate_score.o $(LIBS)
 $(B)/kvgate-quantize: $(B)/gpu-worker/tools/kvgate_quantize.o $(LIBS)
 	$(call say,LD)
 	$(Q)$(CC) $(LDFLAGS) $^ -o $@ -lopenblas $(LDLIBS)
-$(B)/tests/unit/gpu-worker/test_gptq $(B)/tests/unit/gpu-worker/test_awq: LDLIBS += -lopenblas
+$(B)/tests/unit/gpu-worker/test_gptq $(B)/tests/unit/gpu-worker/test_awq $(B)/tests/unit/gpu-worker/test_smooth: LDLIBS += -lopenblas
 # kvgate-eval: Python with the standard library alone, in one file.
 EVAL_SRC := $(wildcard gpu-worker/tools/eval/*.py)
 $(B)/kvgate-eval: $(EVAL_SRC)

@@ -11,6 +11,8 @@
 #include "gpu-worker/tools/grid.h"
 #include "libprompt/error.h"
 
+enum { AWQ_MATRICES = 3 /* most that share an input */ };
+
 /* One matrix of those that share an input. */
 struct awq_matrix {
     const float *weights; /* [rows, cols] */

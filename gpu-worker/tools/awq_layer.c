@@ -3,8 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-enum { MOST_MATRICES = 3 /* of a set */ };
+#include "gpu-worker/tools/smooth.h"
 
 static const struct {
     const char *part;
@@ -38,22 +37,33 @@ float *awq_layer_divisors(const struct awq_layer *awq, const char *name, uint32_
     return NULL;
 }
 
+/* The set's scales, by what the calibration knows of the input of the matrix `name` in it. */
+static int search_scales(struct awq_layer *awq, int set, const char *name, const struct awq_matrix *matrices, uint32_t n,
+                         struct kvg_error *err)
+{
+    uint32_t cols = awq->n[set], n_inputs;
+    double kept;
+    const float *known = awq->grid ? calibration_sum(awq->calibration, name, cols, err)
+                                   : calibration_inputs(awq->calibration, name, cols, &n_inputs, err);
+    if (!known)
+        return err->code;
+    return awq->grid ? awq_search(matrices, n, cols, known, awq->grid, awq->threads, awq->scales[set], &kept, err)
+                     : smooth_search(matrices, n, cols, known, n_inputs, awq->threads, awq->scales[set], &kept, err);
+}
+
 /* The matrices that share an input are read, searched together and dropped. */
 static int search_set(struct awq_layer *awq, int set, struct kvg_error *err)
 {
-    struct awq_matrix matrices[MOST_MATRICES];
-    float *weights[MOST_MATRICES] = {NULL};
-    const float *sums = NULL;
+    struct awq_matrix matrices[AWQ_MATRICES];
+    float *weights[AWQ_MATRICES] = {NULL};
     uint32_t n = 0, cols = 0, rows;
     char name[64];
-    double kept;
     int failed = 0;
     for (size_t i = 0; i < sizeof scaled / sizeof *scaled && !failed; i++) {
         if (scaled[i].set != set)
             continue;
         snprintf(name, sizeof name, "blk.%d.%s.weight", awq->layer, scaled[i].part);
         if (!(failed = awq->read(awq->context, name, &weights[n], &rows, &cols, err))) {
-            failed = (sums = calibration_sum(awq->calibration, name, cols, err)) ? 0 : err->code;
             matrices[n] = (struct awq_matrix){weights[n], rows};
             n++;
         }
@@ -63,8 +73,8 @@ static int search_set(struct awq_layer *awq, int set, struct kvg_error *err)
     if (!failed && !awq->scales[set])
         failed = kvg_fail(err, KVG_NOMEM, "no memory for %u scales", cols);
     if (!failed)
-        failed = awq_search(matrices, n, cols, sums, awq->grid, awq->threads, awq->scales[set], &kept, err);
-    for (uint32_t i = 0; i < MOST_MATRICES; i++)
+        failed = search_scales(awq, set, name, matrices, n, err);
+    for (uint32_t i = 0; i < AWQ_MATRICES; i++)
         free(weights[i]);
     return failed;
 }
@@ -74,7 +84,7 @@ int awq_layer_search(struct awq_layer *awq, int layer, struct kvg_error *err)
     int failed = 0;
     awq_layer_free(awq);
     awq->layer = layer;
-    for (int set = 0; set < AWQ_SETS && !failed; set++)
+    for (int set = 0; set < (awq->grid ? AWQ_SETS : AWQ_DOWN) && !failed; set++)
         failed = search_set(awq, set, err);
     return failed;
 }
@@ -87,18 +97,24 @@ void awq_layer_free(struct awq_layer *awq)
     }
 }
 
-int awq_layer_round(const struct awq_layer *awq, const char *name, float *w, struct grid_range *ranges, uint32_t rows,
-                    uint32_t cols, struct kvg_error *err)
+int awq_layer_scale(const struct awq_layer *awq, const char *name, float *w, uint32_t rows, uint32_t cols, struct kvg_error *err)
 {
     uint32_t n = 0;
-    const float *columns = column_scales(awq, name), *divisors = awq_layer_divisors(awq, name, &n), *sums;
-    if (!(sums = calibration_sum(awq->calibration, name, cols, err)))
-        return err->code;
+    const float *columns = column_scales(awq, name), *divisors = awq_layer_divisors(awq, name, &n);
     if (divisors && n != rows)
         return kvg_fail(err, KVG_UNSUPPORTED, "%s has %u rows, what it feeds %u columns", name, rows, n);
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t c = 0; c < cols; c++)
             w[(size_t)r * cols + c] *= (columns ? columns[c] : 1) / (divisors ? divisors[r] : 1);
-    awq_round(w, ranges, rows, cols, sums, columns, awq->grid, awq->threads);
+    return 0;
+}
+
+int awq_layer_round(const struct awq_layer *awq, const char *name, float *w, struct grid_range *ranges, uint32_t rows,
+                    uint32_t cols, struct kvg_error *err)
+{
+    const float *sums = calibration_sum(awq->calibration, name, cols, err);
+    if (!sums || awq_layer_scale(awq, name, w, rows, cols, err) != 0)
+        return err->code;
+    awq_round(w, ranges, rows, cols, sums, column_scales(awq, name), awq->grid, awq->threads);
     return 0;
 }

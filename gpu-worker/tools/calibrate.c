@@ -15,8 +15,8 @@ enum { BLOCK = 32, ROWS = 256, OUTPUT_STEP = 4, NO_LAYER = -1, MOST_LINE = 64 <<
 
 /* Matrices that are multiplied with the same input share one. */
 struct sum {
-    float *values; /* [n, n], upper triangle */
-    uint32_t n;
+    float *values; /* [n, n], upper triangle; with options.inputs [n_inputs, n] */
+    uint32_t n, n_inputs;
     uint64_t rows;   /* of inputs added */
     uint32_t *order; /* [n], of a factor with act_order */
     bool factored;
@@ -72,10 +72,15 @@ static struct matrix *find(struct calibration *c, const struct tensor *tensor)
     return NULL;
 }
 
-static struct sum *new_sum(uint32_t n)
+static uint32_t sum_rows(const struct calibration *c, uint32_t cols)
+{
+    return c->options.inputs ? c->options.inputs : cols;
+}
+
+static struct sum *new_sum(uint32_t n, uint32_t rows)
 {
     struct sum *sum = calloc(1, sizeof *sum);
-    if (sum && !(sum->values = calloc((size_t)n * n, sizeof *sum->values))) {
+    if (sum && !(sum->values = calloc((size_t)n * rows, sizeof *sum->values))) {
         free(sum);
         return NULL;
     }
@@ -84,13 +89,33 @@ static struct sum *new_sum(uint32_t n)
     return sum;
 }
 
+/* Whole sequences. */
+static uint32_t n_tokens(const struct calibration *c)
+{
+    return (uint32_t)(c->n_ids / c->options.context * c->options.context);
+}
+
+/* Every so many rows one is kept; an odd number, so that it is not always the same place of a sequence. Each has length 1: a few
+ * tokens' inputs are a thousand times as large as all others', and would alone decide. */
+static void keep_inputs(const struct calibration *c, struct sum *sum, const float *x, uint32_t n)
+{
+    uint64_t every = n_tokens(c) / c->options.inputs | 1;
+    for (uint32_t i = 0; i < n && sum->n_inputs < c->options.inputs; i++)
+        if ((sum->rows + i) % every == 0) {
+            float *kept = sum->values + (size_t)sum->n_inputs++ * sum->n,
+                  length = cblas_snrm2((int)sum->n, x + (size_t)i * sum->n, 1);
+            memcpy(kept, x + (size_t)i * sum->n, sum->n * sizeof *x);
+            cblas_sscal((int)sum->n, length > 0 ? 1 / length : 0, kept, 1);
+        }
+}
+
 static void on_product(void *context, const struct tensor *const *weights, uint32_t count, const float *x, uint32_t n)
 {
     struct calibration *c = context;
     struct matrix *first = find(c, weights[0]);
     if (!first || first->layer < (int)c->first || first->layer >= (int)c->last || c->failed)
         return;
-    if (!first->sum && !(first->sum = new_sum(first->cols))) {
+    if (!first->sum && !(first->sum = new_sum(first->cols, sum_rows(c, first->cols)))) {
         c->failed = true;
         return;
     }
@@ -99,9 +124,12 @@ static void on_product(void *context, const struct tensor *const *weights, uint3
         if (other)
             other->sum = first->sum;
     }
+    if (c->options.inputs)
+        keep_inputs(c, first->sum, x, n);
+    else
+        cblas_ssyrk(CblasRowMajor, CblasUpper, CblasTrans, (int)first->cols, (int)n, 1, x, (int)first->cols, 1,
+                    first->sum->values, (int)first->cols);
     first->sum->rows += n;
-    cblas_ssyrk(CblasRowMajor, CblasUpper, CblasTrans, (int)first->cols, (int)n, 1, x, (int)first->cols, 1, first->sum->values,
-                (int)first->cols);
 }
 
 static void drop_sums(struct calibration *c)
@@ -266,12 +294,6 @@ const struct family *calibration_family(const struct calibration *c)
     return family_find(model_info(c->model)->family);
 }
 
-/* Whole sequences. */
-static uint32_t n_tokens(const struct calibration *c)
-{
-    return (uint32_t)(c->n_ids / c->options.context * c->options.context);
-}
-
 /* Three distinct inputs of the hidden size and one of the feed-forward's, more or less by family: an upper bound of what is kept.
  */
 static uint64_t layer_bytes(const struct calibration *c)
@@ -279,7 +301,7 @@ static uint64_t layer_bytes(const struct calibration *c)
     uint64_t bytes = 0;
     for (size_t i = 0; i < c->n_matrices; i++)
         if (c->matrices[i].layer == 0)
-            bytes += (uint64_t)c->matrices[i].cols * c->matrices[i].cols * sizeof(float);
+            bytes += (uint64_t)c->matrices[i].cols * sum_rows(c, c->matrices[i].cols) * sizeof(float);
     return bytes;
 }
 
@@ -357,6 +379,13 @@ static struct sum *sum_of(const struct calibration *c, const char *name, uint32_
 const float *calibration_sum(const struct calibration *c, const char *name, uint32_t cols, struct kvg_error *err)
 {
     const struct sum *sum = sum_of(c, name, cols, err);
+    return sum ? sum->values : NULL;
+}
+
+const float *calibration_inputs(const struct calibration *c, const char *name, uint32_t cols, uint32_t *n, struct kvg_error *err)
+{
+    const struct sum *sum = sum_of(c, name, cols, err);
+    *n = sum ? sum->n_inputs : 0;
     return sum ? sum->values : NULL;
 }
 

@@ -1,4 +1,4 @@
-/* Sums X^T X of the inputs of a model's matrices, over a text. */
+/* Sums X^T X of the inputs of a model's matrices, over a text, or a sample of the inputs themselves. */
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -17,6 +17,7 @@ struct calibration_options {
     uint32_t context;    /* tokens of a sequence */
     uint32_t threads;    /* 0 = all cores */
     uint32_t memory_mib; /* for the sums of the layers that go through the model in one pass, of one at least */
+    uint32_t inputs;     /* rows of each input that are kept, evenly over the text, instead of sums; 0: sums */
     bool act_order;      /* factors are of columns in descending order of their inputs' squares */
 };
 
@@ -38,3 +39,6 @@ const float *calibration_factor(struct calibration *calibration, const char *nam
 const uint32_t *calibration_order(const struct calibration *calibration, const char *name);
 /* The sums themselves, [cols, cols], upper triangle; NULL: as above. Not after its factor was asked for. */
 const float *calibration_sum(const struct calibration *calibration, const char *name, uint32_t cols, struct kvg_error *err);
+/* With `inputs`: rows [*n, cols] of what this matrix is multiplied with; NULL: as above. */
+const float *calibration_inputs(const struct calibration *calibration, const char *name, uint32_t cols, uint32_t *n,
+                                struct kvg_error *err);

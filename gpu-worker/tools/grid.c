@@ -10,17 +10,17 @@ static float as_f16(float x)
     return f16_to_f32(f32_to_f16(x));
 }
 
-/* The least and the largest number, 0 among them: lane by lane, as vectors. */
-static void extent(const float *x, uint32_t group, float *low, float *high)
+/* Lane by lane, as vectors. */
+void grid_extent(const float *x, uint32_t n, float *low, float *high)
 {
     float lows[LANES] = {0}, highs[LANES] = {0};
     uint32_t i = 0;
-    for (; i + LANES <= group; i += LANES)
+    for (; i + LANES <= n; i += LANES)
         for (uint32_t j = 0; j < LANES; j++) {
             lows[j] = x[i + j] < lows[j] ? x[i + j] : lows[j];
             highs[j] = x[i + j] > highs[j] ? x[i + j] : highs[j];
         }
-    for (; i < group; i++) {
+    for (; i < n; i++) {
         lows[0] = fminf(lows[0], x[i]);
         highs[0] = fmaxf(highs[0], x[i]);
     }
@@ -36,7 +36,7 @@ static void extent(const float *x, uint32_t group, float *low, float *high)
 struct grid_range grid_fit_extreme(const float *x, uint32_t group, float share)
 {
     float low, high, extreme;
-    extent(x, group, &low, &high);
+    grid_extent(x, group, &low, &high);
     extreme = high > -low ? high : low;
     for (uint32_t i = 0; high == -low && i < group; i++)
         if (fabsf(x[i]) == high) {
@@ -49,14 +49,14 @@ struct grid_range grid_fit_extreme(const float *x, uint32_t group, float share)
 struct grid_range grid_fit_symmetric(const float *x, uint32_t group, float share)
 {
     float low, high;
-    extent(x, group, &low, &high);
+    grid_extent(x, group, &low, &high);
     return (struct grid_range){as_f16(share * (2 * fmaxf(high, -low) / 15)), 8};
 }
 
 struct grid_range grid_fit_asymmetric(const float *x, uint32_t group, float share)
 {
     float low, high;
-    extent(x, group, &low, &high);
+    grid_extent(x, group, &low, &high);
     float scale = as_f16(share * ((high - low) / 15));
     return (struct grid_range){scale, scale > 0 ? (float)rounding_nearest(share * -low / scale, 0, 15) : 8};
 }

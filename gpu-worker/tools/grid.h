@@ -16,6 +16,9 @@ struct grid {
     struct grid_range (*fit)(const float *x, uint32_t group, float share);
 };
 
+/* The least and the largest of x[0..n) and 0. */
+void grid_extent(const float *x, uint32_t n, float *low, float *high);
+
 /* Zero point 8; scale = the number of largest magnitude / -8, which is represented exactly: Q4_0. */
 struct grid_range grid_fit_extreme(const float *x, uint32_t group, float share);
 /* Zero point 8; scale = 2 max|x| / 15: GPTQ. */

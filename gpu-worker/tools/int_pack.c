@@ -5,10 +5,9 @@
 
 uint16_t int_pack_w8(const float *x, uint64_t n, int8_t *q)
 {
-    float most = 0;
-    for (uint64_t i = 0; i < n; i++)
-        most = fmaxf(most, fabsf(x[i]));
-    uint16_t bits = f32_to_bf16(most / 127);
+    float low, high;
+    grid_extent(x, (uint32_t)n, &low, &high);
+    uint16_t bits = f32_to_bf16(fmaxf(high, -low) / 127);
     float scale = bf16_to_f32(bits), inverse = scale > 0 ? 1 / scale : 0;
     for (uint64_t i = 0; i < n; i++)
         q[i] = (int8_t)rounding_nearest(x[i] * inverse, -127, 127);

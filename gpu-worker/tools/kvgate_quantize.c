@@ -9,8 +9,9 @@
  * for each row, activations quantized for each token as they come. gptq-int4, awq-int4: groups of 128, symmetric, asymmetric.
  * --lm-head: lm_head too, rounded: to 8 bits, but beside awq-int4 to 4.
  * --calibration: instead of rounding each number for itself, by the inputs that a text gives: q4_0 and gptq-int4 by GPTQ
- * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way. --act-order:
- * with gptq-int4, columns whose inputs are largest are rounded first. OUT must not exist; it appears whole or not at all.
+ * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way; w8a8 by
+ * SmoothQuant (smooth.h), which does the same for the sake of the inputs. --act-order: with gptq-int4, columns whose inputs are
+ * largest are rounded first. OUT must not exist; it appears whole or not at all.
  */
 #include <cblas.h>
 #include <stdio.h>
@@ -34,7 +35,8 @@ static const char help[] =
     "exist.\n"
     "\n"
     "    --calibration FILE  of text, or JSON lines with text, prompt or messages: rounds by what the model's inputs are on it\n"
-    "                  (q4_0, gptq-int4: GPTQ; awq-int4: AWQ);  --awq  AWQ for q4_0;  --act-order  for gptq-int4\n"
+    "                  (q4_0, gptq-int4: GPTQ; awq-int4: AWQ; w8a8: SmoothQuant);  --awq  AWQ for q4_0;  --act-order  for "
+    "gptq-int4\n"
     "    --lm-head     the output matrix as well\n"
     "    --group N     columns that share a scale in gptq-int4 and awq-int4, a power of two from 8 to 128, default 128; "
     "kvgate-worker serves\n"
@@ -118,12 +120,12 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
         int (*quantize)(const struct quantize_flags *flags, struct kvg_error *err);
         bool calibrated;
     } known[] = {{"q8_0", quantize_gguf, false}, {"q4_0", quantize_gguf, true},    {"bf16", quantize_gguf, false},
-                 {"w8a8", quantize_hf, false},   {"gptq-int4", quantize_hf, true}, {"awq-int4", quantize_hf, true}};
+                 {"w8a8", quantize_hf, true},    {"gptq-int4", quantize_hf, true}, {"awq-int4", quantize_hf, true}};
     for (size_t i = 0; flags->format && i < sizeof known / sizeof *known; i++) {
         if (strcmp(known[i].name, flags->format) != 0)
             continue;
         if (flags->calibration && !known[i].calibrated)
-            usage("--calibration", "serves --format q4_0, gptq-int4 and awq-int4 alone");
+            usage("--calibration", "serves --format q4_0, w8a8, gptq-int4 and awq-int4 alone");
         if (flags->awq && (!flags->calibration || known[i].quantize != quantize_gguf))
             usage("--awq", "needs --calibration and --format q4_0");
         if (flags->act_order && (!flags->calibration || strcmp(flags->format, "gptq-int4") != 0))

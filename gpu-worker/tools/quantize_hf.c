@@ -22,7 +22,7 @@
 #include "gpu-worker/tools/progress.h"
 #include "gpu-worker/tools/quantize.h"
 
-enum { NO_LAYER = -1, MOST_LAYER = 4095 };
+enum { NO_LAYER = -1, MOST_LAYER = 4095, SMOOTH_INPUTS = 256 };
 enum kind { KEPT, W8A8, GPTQ, AWQ, EIGHT /* lm_head beside GPTQ */ };
 
 struct entry {
@@ -42,7 +42,7 @@ struct hf {
     char folder[HF_PATH]; /* OUT.PID.part */
     FILE *file;
     struct calibration *calibration;
-    struct awq_layer awq; /* with AWQ and a calibration */
+    struct awq_layer awq; /* with AWQ or W8A8 and a calibration */
     struct progress_bar bar;
 };
 
@@ -207,15 +207,20 @@ static int put(struct hf *hf, const void *bytes, size_t n, struct kvg_error *err
                : kvg_fail(err, KVG_FILE, "cannot write to %.200s: %s", hf->folder, strerror(errno));
 }
 
-static int write_w8(struct hf *hf, struct matrix *m, struct kvg_error *err)
+static int write_w8(struct hf *hf, struct matrix *m, const struct entry *entry, struct kvg_error *err)
 {
+    int failed = hf->calibration && entry->linear
+                     ? awq_layer_scale(&hf->awq, entry->name, m->values, (uint32_t)m->rows, (uint32_t)m->cols, err)
+                     : 0;
+    if (failed)
+        return failed;
     m->codes = malloc(m->rows * m->cols);
     m->row_scales = malloc(m->rows * sizeof *m->row_scales);
     if (!m->codes || !m->row_scales)
         return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu codes", (unsigned long long)m->rows,
                         (unsigned long long)m->cols);
     parallel_ranges(hf->flags->threads, m->rows, pack_w8_rows, m);
-    int failed = put(hf, m->codes, m->rows * m->cols, err);
+    failed = put(hf, m->codes, m->rows * m->cols, err);
     return failed ? failed : put(hf, m->row_scales, m->rows * sizeof *m->row_scales, err);
 }
 
@@ -349,7 +354,7 @@ static int search_layer(struct hf *hf, int layer, struct kvg_error *err)
     return failed;
 }
 
-/* Norms whose inputs AWQ scales, else bytes as they are. */
+/* Norms whose outputs are scaled, else bytes as they are. */
 static int write_kept(struct hf *hf, const struct entry *entry, struct kvg_error *err)
 {
     uint32_t n;
@@ -380,7 +385,7 @@ static int write_tensor(struct hf *hf, const struct entry *entry, struct kvg_err
     if (kind_of(hf, entry) == KEPT)
         return write_kept(hf, entry, err);
     if (!(failed = decode(hf, entry->tensor, &m, err)))
-        failed = hf->format == W8A8 ? write_w8(hf, &m, err) : write_w4(hf, &m, entry, err);
+        failed = hf->format == W8A8 ? write_w8(hf, &m, entry, err) : write_w4(hf, &m, entry, err);
     free(m.values);
     free(m.ranges);
     free(m.codes);
@@ -492,13 +497,14 @@ static int calibrate(struct hf *hf, struct kvg_error *err)
                                           .context = flags->context,
                                           .threads = flags->threads,
                                           .memory_mib = flags->memory_mib,
+                                          .inputs = hf->format == W8A8 ? SMOOTH_INPUTS : 0,
                                           .act_order = flags->act_order};
     int failed = calibration_open(&hf->calibration, &options, err);
-    if (!failed && hf->format == AWQ)
+    if (!failed && hf->format != GPTQ)
         hf->awq = (struct awq_layer){.read = read_matrix,
                                      .context = hf,
                                      .calibration = hf->calibration,
-                                     .grid = &hf->grid,
+                                     .grid = hf->format == AWQ ? &hf->grid : NULL,
                                      .threads = flags->threads,
                                      .layer = NO_LAYER};
     return failed;

@@ -8,10 +8,10 @@ Rows go into build/bench-quant.json one form after the other, so that the whole 
 
     FORMS=w8a8 WHAT=speed make bench-quant
 
-Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 w8a8-head int4 gptq awq int4-head gptq-head; w8a8 int4 gptq awq gptq-head), WHAT (of:
+Variables: MODEL (a GGUF file; Qwen2.5-Coder-0.5B), FORMS (of: w8a8 smooth w8a8-head int4 gptq awq int4-head gptq-head; w8a8 smooth int4 gptq awq gptq-head), WHAT (of:
 bytes speed kl task; all), RUNS (3), STEPS (15: decode steps of a run), THREADS (2), KL_TOKENS (4096; 100000 for a verdict), TEXT (of KL: judged_text below),
 CALIBRATION_TOKENS (8192), TASKS (of kvgate-eval, or files; arithmetic humaneval), ITEMS (100, of each task). *-head: lm_head in INT8 (of a base whose
-output matrix is not tied). int4: rounded; gptq and awq: calibrated, by other text than KL is taken over. At the end the table of all that is in the file.
+output matrix is not tied). int4: rounded; smooth, gptq and awq: calibrated, by other text than KL is taken over. At the end the table of all that is in the file.
 """
 import glob
 import itertools
@@ -40,12 +40,12 @@ READ_MB = os.environ.get("READ_MB", "400")  # how much is read again and again t
 WHAT = ("bytes", "speed", "kl", "task")
 CALIBRATED = "CALIBRATED"  # becomes --calibration and its text
 # flags of kvgate-quantize, which base, and the aims: share of BF16's bytes of quantized linears
-FORMS = {"w8a8": (["--format", "w8a8"], "bf16", 0.51), "w8a8-head": (["--format", "w8a8", "--lm-head"], "bf16-untied", 0.51),
+FORMS = {"w8a8": (["--format", "w8a8"], "bf16", 0.51), "smooth": (["--format", "w8a8", CALIBRATED], "bf16", 0.51), "w8a8-head": (["--format", "w8a8", "--lm-head"], "bf16-untied", 0.51),
          "int4": (["--format", "gptq-int4"], "bf16", 0.27), "gptq": (["--format", "gptq-int4", CALIBRATED], "bf16", 0.27),
          "awq": (["--format", "awq-int4", CALIBRATED], "bf16", 0.27),
          "int4-head": (["--format", "gptq-int4", "--lm-head"], "bf16-untied", 0.27),
          "gptq-head": (["--format", "gptq-int4", "--lm-head", CALIBRATED], "bf16-untied", 0.27)}
-LABELS = {"bf16": "BF16", "bf16-untied": "BF16, output matrix apart", "w8a8": "W8A8", "w8a8-head": "W8A8 --lm-head", "int4": "INT4, rounded", "gptq": "INT4, GPTQ",
+LABELS = {"bf16": "BF16", "bf16-untied": "BF16, output matrix apart", "w8a8": "W8A8", "smooth": "W8A8, SmoothQuant", "w8a8-head": "W8A8 --lm-head", "int4": "INT4, rounded", "gptq": "INT4, GPTQ",
           "awq": "INT4, AWQ", "int4-head": "INT4, rounded --lm-head", "gptq-head": "INT4, GPTQ --lm-head"}
 
 
@@ -172,18 +172,47 @@ def bandwidth(megabytes):
     return json.loads(done.stdout)["read"][megabytes] * 1e9
 
 
-def divergences(paths, base, text, tokens):
+def identity(paths):
+    """What tells folders from others under the same names."""
+    return [[os.path.abspath(path), max(int(os.stat(os.path.join(path, name)).st_mtime) for name in os.listdir(path))] for path in paths]
+
+
+def windows_of(command, of, n_models, kept):
+    """The lines of kvgate-score, n_models a window, kept in a file so that an interrupted run goes on where it ended."""
+    lines = []
+    if os.path.exists(kept):
+        with open(kept, encoding="utf-8") as f:
+            whole = [line for line in f if line.endswith("\n")]
+        if whole and json.loads(whole[0]) == of:
+            lines = whole[1:1 + (len(whole) - 1) // n_models * n_models]
+    with open(kept, "w", encoding="utf-8") as f:
+        f.writelines([json.dumps(of) + "\n", *lines])
+        f.flush()
+        child = subprocess.Popen([*command, "--from", str(len(lines) // n_models)], stdout=subprocess.PIPE, text=True)
+        windows = json.loads(child.stdout.readline() or "{}").get("windows", 0)
+        for line in child.stdout:
+            f.write(line)
+            f.flush()
+            lines.append(line)
+            if len(lines) % n_models == 0:
+                print(f"\r  KL: window {len(lines) // n_models} of {windows}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+    if child.wait() != 0:
+        raise RuntimeError(f"kvgate-score ended with {child.returncode}")
+    return [json.loads(line) for line in lines[:windows * n_models]]
+
+
+def divergences(paths, base, text, tokens, kept):
     """For each folder what kvgate-eval says of its windows: KL with its interval, the share of equal first choices. The base runs once for all."""
     models = [word for path in paths for word in ("--model", path)]
-    done = subprocess.run([os.path.join(BUILD, "kvgate-score"), *models, "--base", base, "--text", text, "--tokens", str(tokens), "--threads", THREADS],
-                          capture_output=True, text=True, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    command = [os.path.join(BUILD, "kvgate-score"), *models, "--base", base, "--text", text, "--tokens", str(tokens), "--threads", THREADS]
+    lines = windows_of(command, {"models": identity([*paths, base]), "text": os.path.abspath(text)}, len(paths), kept)
     return [stats.compare_windows([line for line in lines if line.get("model", 0) == i]) for i in range(len(paths))]
 
 
 def task(name, path, base, out, items):
     """The report of kvgate-eval on a task: arithmetic, humaneval or a file."""
-    done = subprocess.run([os.path.join(BUILD, "kvgate-eval"), "--model", path, "--base", base, "--task", name, "--items", str(items), "--out", out,
+    done = subprocess.run([sys.executable, os.path.join(BUILD, "kvgate-eval"), "--model", path, "--base", base, "--task", name, "--items", str(items), "--out", out,
                            "--threads", THREADS], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"kvgate-eval: {done.stderr.strip()[-300:]}")
@@ -280,7 +309,8 @@ class Bench:
 
     def kl_rows(self, tokens):
         """The bases differ in where they keep the output matrix, not in what it is."""
-        found = divergences([self.forms.path(n) for n in self.names], self.forms.path("bf16"), self.forms.text(), tokens)
+        found = divergences([self.forms.path(n) for n in self.names], self.forms.path("bf16"), self.forms.text(), tokens,
+                            os.path.join(self.forms.folder, f"windows-{'-'.join(self.names)}.jsonl"))
         for form, d in zip(self.names, found):
             self.add(form, f"KL to BF16, {d['tokens']} tokens", "nat", [d["kl"]], high=False)
             self.rows[-1].update(kl_low=d["kl_low"], kl_high=d["kl_high"], perplexity=d["perplexity"], base_perplexity=d["base_perplexity"])
@@ -288,8 +318,13 @@ class Bench:
         self.flush()
 
     def task_row(self, name, form, items):
+        """The base answers once for all forms: whichever comes first leaves its answers for the others."""
         label = task_label(name)
-        report = task(name, self.forms.path(form), self.forms.path(self.forms.base_of(form)), os.path.join(self.forms.folder, f"eval-{label}-{form}"), items)
+        out, answers = os.path.join(self.forms.folder, f"eval-{label}-{items}-{form}"), f"eval-{label}-{items}-base.jsonl"
+        os.makedirs(out, exist_ok=True)
+        if not os.path.islink(os.path.join(out, "base.jsonl")):
+            os.symlink(os.path.join("..", answers), os.path.join(out, "base.jsonl"))
+        report = task(name, self.forms.path(form), self.forms.path("bf16"), out, items)
         found = report["comparison"]
         self.add(form, f"{label}, {found['items']} items: right", "%", [100 * found["model"]], peer="BF16", peer_values=[100 * found["base"]])
         self.rows[-1].update(task=label, items=found["items"], loss=100 * found["loss"], loss_low=100 * found["low"], loss_high=100 * found["high"],
@@ -301,7 +336,7 @@ class Bench:
 def main():
     table.arguments(__doc__)
     number = lambda name, default: int(os.environ.get(name, default))  # noqa: E731
-    names = table.listed("FORMS", FORMS, ("w8a8", "int4", "gptq", "awq", "gptq-head"))
+    names = table.listed("FORMS", FORMS, ("w8a8", "smooth", "int4", "gptq", "awq", "gptq-head"))
     bench = Bench(Forms(MODEL), names, number("RUNS", "3"), number("STEPS", "15"), os.environ.get("TASKS", "arithmetic humaneval").split())
     bench.run(table.listed("WHAT", WHAT, WHAT), number("KL_TOKENS", "4096"), number("ITEMS", "100"))
 

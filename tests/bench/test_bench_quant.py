@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import bench_quant
 import hf_folder
 from conftest import BUILD, ROOT
 
@@ -43,6 +44,21 @@ def rows(tmp_path_factory):
     assert "| INT4, rounded --lm-head |" in done.stdout and "| W8A8 |" in done.stdout  # the table is of all pieces
     with open(path / "rows.json", encoding="utf-8") as f:
         return {row["row"]: row for row in json.load(f)}
+
+
+def test_an_interrupted_divergence_goes_on_where_it_ended(tmp_path):
+    """What score printed is kept by window; a torn line and a window that lacks a model are taken again."""
+    program = tmp_path / "score"
+    program.write_text("#!/bin/sh\nfrom=$2; echo '{\"windows\": 3}'; echo asked $from >> " + str(tmp_path / "asked") +
+                       "\nwhile [ $from -lt 3 ]; do for m in 0 1; do echo \"{\\\"model\\\": $m, \\\"window\\\": $from}\"; done; from=$((from + 1)); done\n")
+    program.chmod(0o755)
+    kept, whole = tmp_path / "windows.jsonl", [{"model": m, "window": w} for w in range(3) for m in (0, 1)]
+    assert bench_quant.windows_of([str(program)], {"of": 1}, 2, str(kept)) == whole
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:4]) + '{"model": 1, "wi')
+    assert bench_quant.windows_of([str(program)], {"of": 1}, 2, str(kept)) == whole and kept.read_text() == "".join(lines)
+    assert bench_quant.windows_of([str(program)], {"of": 2}, 2, str(kept)) == whole  # other models: nothing is kept
+    assert (tmp_path / "asked").read_text().split() == ["asked", "0", "asked", "1", "asked", "0"]
 
 
 @pytest.mark.parametrize("form, most", [("W8A8", 52), ("W8A8 --lm-head", 52), ("INT4, rounded", 27), ("INT4, rounded --lm-head", 27)])

@@ -164,7 +164,7 @@ def test_a_file_that_is_there_is_not_overwritten(toy, tmp_path):
 @pytest.mark.parametrize("args, words", [
     (["IN", "OUT"], ["--format", "q8_0, q4_0, bf16, w8a8, gptq-int4, awq-int4"]),
     (["IN", "OUT", "--format", "q3"], ["--format"]),
-    (["IN", "OUT", "--format", "q8_0", "--calibration", "x"], ["--calibration", "q4_0, gptq-int4 and awq-int4 alone"]),
+    (["IN", "OUT", "--format", "q8_0", "--calibration", "x"], ["--calibration", "q4_0, w8a8, gptq-int4 and awq-int4 alone"]),
     (["IN", "OUT", "--format", "q4_0", "--awq"], ["--awq", "--calibration"]),
     (["IN", "OUT", "--format", "q4_0", "--calibration", "/nowhere"], ["/nowhere"]),
     (["/nowhere", "OUT", "--format", "q4_0"], ["/nowhere"]),
