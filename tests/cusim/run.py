@@ -92,6 +92,8 @@ def run_planted(results, pool):
     print("\nplanted mistakes: found by (plain: in any of the orders %s)" % ", ".join(ORDERS))
     _, listing, _ = run([program("plain", "planted"), "list"])
     rows = [line.split("\t") for line in listing.splitlines()]
+    if not rows:
+        results.add("planted mistakes", False, "(it lists none)")
     flavours = {"plain": ORDERS, "check": ["fwd"], "asan": ["fwd", "rev"]}
     todo = [(name, flavour) for name, _, _ in rows for flavour in flavours]
 

@@ -27,6 +27,7 @@ struct column_order {
 struct tensor {
     struct tensor *next; /* the backend's list */
     uint32_t rows, cols;
+    uint32_t n;                       /* rows that the latest op to write it gave it */
     float *data;                      /* device: activations and vectors [rows, cols] */
     struct matrix matrix;             /* matmul weights and embeddings */
     const struct column_order *order; /* of a matmul weight; NULL = as they are */

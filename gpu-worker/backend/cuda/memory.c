@@ -309,18 +309,17 @@ uint64_t cuda_memory(const struct backend *backend, uint64_t *free_bytes)
     return total;
 }
 
-/* Copied once a step, and of the rows that the step has. */
+/* Copied once a step, and only the rows that were written. */
 const float *cuda_host(struct backend *backend, const struct tensor *tensor)
 {
     struct cuda_backend *cuda = cuda_of(backend);
     struct tensor *mine = (struct tensor *)tensor;
-    size_t row = tensor->cols * sizeof(float), rows = larger(cuda->n_rows, cuda->n_outputs);
+    size_t row = tensor->cols * sizeof(float);
     if (mine->host && mine->host_step == cuda->n_steps)
         return mine->host;
     if (!mine->host && !(mine->host = malloc(tensor->rows * row)))
         return NULL;
-    rows = rows < tensor->rows ? rows : tensor->rows;
-    if (cudaMemcpyAsync(mine->host, tensor->data, rows * row, cudaMemcpyDeviceToHost, cuda->stream) != cudaSuccess ||
+    if (cudaMemcpyAsync(mine->host, tensor->data, tensor->n * row, cudaMemcpyDeviceToHost, cuda->stream) != cudaSuccess ||
         cudaStreamSynchronize(cuda->stream) != cudaSuccess)
         return NULL;
     mine->host_step = cuda->n_steps;

@@ -4,6 +4,10 @@
 static void record(struct backend *backend, const struct op *op)
 {
     struct cuda_backend *cuda = cuda_of(backend);
+    if (op->out)
+        op->out->n = op->n;
+    for (uint32_t i = 0; i < op->matmul.count; i++)
+        op->matmul.outs[i]->n = op->n;
     if (cuda->n_ops < cuda->max_ops) {
         cuda->ops[cuda->n_ops] = *op;
         if (cuda->padded_rows)

@@ -67,9 +67,12 @@ static void step(struct model *model, uint32_t n_seqs, const uint32_t *past, con
         outputs[s] = n - 1;
     }
     struct model_batch batch = {n, rows, n_seqs, seqs, n_seqs, outputs};
+    size_t before = bytes_to_host();
     must(model_forward(model, &batch, &err), &err);
     for (uint32_t s = 0; s < n_seqs; s++)
         memcpy(out[s], model_logits(model) + (size_t)s * n_vocab, n_vocab * sizeof **out);
+    size_t copied = bytes_to_host() - before; /* by a device: once, and of this step's outputs alone */
+    assert_true(copied == 0 || copied == n_seqs * n_vocab * sizeof **out);
 }
 
 /* A mixed step of prompts of different lengths, the rest of the prompts, then decode steps of all and of five sequences. */

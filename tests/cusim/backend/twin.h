@@ -32,6 +32,10 @@ static inline unsigned long launches(void)
     return 0;
 }
 static inline void assert_launches(unsigned long n, unsigned long wanted) {}
+static inline size_t bytes_to_host(void)
+{
+    return 0;
+}
 #else
 #include "tests/cusim/control.h"
 static inline void poison_memory(void) {}
@@ -42,6 +46,12 @@ static inline unsigned long launches(void)
 static inline void assert_launches(unsigned long n, unsigned long wanted)
 {
     assert_int_equal(n, wanted);
+}
+static inline size_t bytes_to_host(void)
+{
+    size_t bytes;
+    cusim_copies_to_host(&bytes);
+    return bytes;
 }
 #endif
 
