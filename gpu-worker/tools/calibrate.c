@@ -185,7 +185,7 @@ static int add_line(struct calibration *c, const struct kvg_prompt_model *prompt
     kvg_arena_init(&arena, 0);
     int failed = kvg_json_parse(&arena, line, n, NULL, &body, err);
     const struct kvg_json *text = failed ? NULL : kvg_json_get(body, "text");
-    if (!failed && !text)
+    if (!failed && (!text || text->type == KVG_JSON_NULL))
         text = kvg_json_get(body, "prompt");
     if (!failed && text && text->type == KVG_JSON_STRING)
         failed = add_text(c, prompt, text->str.bytes, text->str.len, err);

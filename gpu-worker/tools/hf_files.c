@@ -7,9 +7,26 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "libprompt/hf_folder.h"
 #include "libprompt/json.h"
 
 enum { COPY_BYTES = 1 << 20, MOST_CONFIG = 1 << 20 };
+
+/* Whether it is a config.json of a model that kvgate knows and whose weights are not integers yet. Of another family only some
+ * matrices would be known by their names, and the folder would say that all are quantized. */
+static int check_config(const char *in, const struct kvg_json *config, const char *text, struct kvg_error *err)
+{
+    struct kvg_gguf_writer metadata;
+    struct kvg_error why = {0};
+    if (config->type != KVG_JSON_OBJECT)
+        return kvg_fail(err, KVG_FILE, "%.200s/config.json is no object", in);
+    if (kvg_json_get(config, "quantization_config"))
+        return kvg_fail(err, KVG_UNSUPPORTED, "%.200s is quantized already (quantization_config in its config.json)", in);
+    kvg_gguf_write_begin(&metadata);
+    int failed = kvg_folder_config(&metadata, config, text, &why);
+    kvg_buf_free(&metadata.buf);
+    return failed ? kvg_fail(err, failed, "%.100s: %.150s", in, why.message) : 0;
+}
 
 /* config.json of IN with a quantization_config: every other member as its text stands there. */
 static int write_config(const char *in, const char *to, const char *text, size_t n, const struct kvg_buf *added,
@@ -21,11 +38,7 @@ static int write_config(const char *in, const char *to, const char *text, size_t
     char path[HF_PATH + 32];
     kvg_arena_init(&arena, 0);
     int failed = kvg_json_parse(&arena, text, n, NULL, &config, err);
-    if (!failed && config->type != KVG_JSON_OBJECT)
-        failed = kvg_fail(err, KVG_FILE, "%.200s/config.json is no object", in);
-    if (!failed && kvg_json_get(config, "quantization_config"))
-        failed = kvg_fail(err, KVG_UNSUPPORTED, "%.200s is quantized already (quantization_config in its config.json)", in);
-    if (!failed) {
+    if (!failed && !(failed = check_config(in, config, text, err))) {
         kvg_buf_puts(&out, "{\n");
         for (uint32_t i = 0; i < config->n; i++) {
             kvg_buf_puts(&out, "  ");

@@ -43,6 +43,13 @@ static _Noreturn void usage(const char *what, const char *why)
     exit(2);
 }
 
+/* Lines that are lost would be windows that nobody misses. */
+static void flush_lines(void)
+{
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail("stdout", "cannot be written");
+}
+
 static char *read_text(const char *path, size_t *size)
 {
     FILE *file = fopen(path, "rb");
@@ -280,6 +287,19 @@ static void check_vocabulary(const char *path, const struct kvg_tokenizer *token
     kvg_prompt_model_close(base);
 }
 
+/* Padding apart, a vocabulary may end before another one. */
+static void check_ids(const char *path, const struct scored *scored, const struct kvg_ids *ids)
+{
+    uint32_t n_vocab = model_info(scored->model)->n_vocab;
+    char why[96];
+    for (size_t i = 0; i < ids->n; i++) {
+        if (ids->ids[i] < n_vocab)
+            continue;
+        snprintf(why, sizeof why, "the text has token %u, the vocabulary %u: not the same vocabulary", ids->ids[i], n_vocab);
+        fail(path, why);
+    }
+}
+
 int main(int argc, char **argv)
 {
     struct flags flags = {.device = "cpu", .isa = "auto", .arithmetic = "auto", .context = 512, .skip = 64, .tokens = 100000};
@@ -307,23 +327,27 @@ int main(int argc, char **argv)
     windows = windows < wanted ? windows : wanted;
     if (windows == 0)
         fail(flags.text, "has fewer tokens than --context");
-    for (uint32_t m = 0; m < flags.n_models; m++)
+    for (uint32_t m = 0; m < flags.n_models; m++) {
         open_model(&models[m], &flags, flags.models[m]);
-    if (flags.base)
+        check_ids(flags.models[m], &models[m], &ids);
+    }
+    if (flags.base) {
         open_model(&base, &flags, flags.base);
+        check_ids(flags.base, &base, &ids);
+    }
     uint32_t *window = malloc(flags.context * sizeof *window);
     if (!window)
         fail("--context", "no memory");
     printf("{\"windows\": %u, \"context\": %u, \"scored_per_window\": %u, \"from\": %u}\n", windows, flags.context, scored,
            flags.from);
-    fflush(stdout);
+    flush_lines();
     for (uint32_t w = flags.from; w < windows; w++) {
         window[0] = vocab->bos;
         memcpy(window + bos, ids.ids + (size_t)w * step, step * sizeof *window);
         score_window(models, flags.base ? &base : NULL, &flags, window, sums);
         for (uint32_t m = 0; m < flags.n_models; m++)
             print_line(&flags, m, w, &sums[m]);
-        fflush(stdout);
+        flush_lines();
     }
     free(window);
     kvg_arena_free(&arena);

@@ -13,7 +13,7 @@
 #include "gpu-worker/tools/quantize.h"
 #include "gpu-worker/tools/rounding.h"
 
-enum { CHUNK_ROWS = 512, NO_LAYER = -1 };
+enum { CHUNK_ROWS = 512, NO_LAYER = -1, MOST_LAYER = 4095 };
 enum { FILE_TYPE_Q4_0 = 2, FILE_TYPE_Q8_0 = 7, FILE_TYPE_BF16 = 32 }; /* llama.cpp's general.file_type */
 
 struct work {
@@ -102,6 +102,8 @@ static int make_plan(struct work *work, struct kvg_error *err)
         return kvg_fail(err, KVG_NOMEM, "no memory for %zu tensors", n);
     for (size_t i = 0; i < n; i++)
         most = layer_of(work->gguf->tensors[i].name) > most ? layer_of(work->gguf->tensors[i].name) : most;
+    if (most > MOST_LAYER)
+        return kvg_fail(err, KVG_FILE, "%.200s: a tensor of layer %d", work->flags->in, most);
     for (int layer = NO_LAYER; layer <= most; layer++)
         for (size_t i = 0; i < n; i++) {
             const struct kvg_gguf_tensor *tensor = &work->gguf->tensors[i];
@@ -124,24 +126,50 @@ struct rows {
     float *decoded; /* [rows, cols] */
     uint8_t *encoded;
     uint64_t cols;
+    _Atomic bool unreadable, too_large; /* some number is infinite or none, of the source or of what became of it */
 };
 
 static void decode_rows(void *context, uint64_t first, uint64_t last)
 {
-    const struct rows *rows = context;
+    struct rows *rows = context;
     size_t bytes = quant_row_bytes(rows->from, rows->cols);
-    for (uint64_t r = first; r < last; r++)
+    for (uint64_t r = first; r < last; r++) {
+        if (!quant_row_finite(rows->from, rows->source + r * bytes, rows->cols))
+            rows->unreadable = true;
         quant_decode(rows->from, rows->source + r * bytes, rows->decoded + r * rows->cols, rows->cols);
+    }
+}
+
+static void check_rows(void *context, uint64_t first, uint64_t last)
+{
+    struct rows *rows = context;
+    size_t bytes = quant_row_bytes(rows->to, rows->cols);
+    for (uint64_t r = first; r < last; r++)
+        if (!quant_row_finite(rows->to, rows->encoded + r * bytes, rows->cols))
+            rows->too_large = true;
 }
 
 static void convert_rows(void *context, uint64_t first, uint64_t last)
 {
-    const struct rows *rows = context;
+    struct rows *rows = context;
     size_t bytes = quant_row_bytes(rows->to, rows->cols);
     for (uint64_t r = first; r < last; r++) {
         decode_rows(context, r, r + 1);
         rounding_encode(rows->to, rows->decoded + r * rows->cols, rows->cols, rows->encoded + r * bytes);
     }
+    check_rows(context, first, last);
+}
+
+/* What no other format can hold is said here: written, it would be numbers again, and the model would look whole. */
+static int check_numbers(const struct rows *rows, const struct kvg_gguf_tensor *tensor, struct kvg_error *err)
+{
+    int shown = (int)(tensor->name.len < 80 ? tensor->name.len : 80);
+    if (rows->unreadable)
+        return kvg_fail(err, KVG_FILE, "tensor %.*s holds an infinity or NaN", shown, tensor->name.bytes);
+    if (rows->too_large)
+        return kvg_fail(err, KVG_UNSUPPORTED, "tensor %.*s holds numbers that are too large for %s", shown, tensor->name.bytes,
+                        rows->to->name);
+    return 0;
 }
 
 static int allocate(struct rows *rows, uint64_t n, struct kvg_error *err)
@@ -160,6 +188,8 @@ static int write_rounded(struct work *work, const struct kvg_gguf_tensor *tensor
     for (uint64_t r = 0, n; r < tensor->dims[1] && !failed; r += n, rows->source += n * in) {
         n = tensor->dims[1] - r < CHUNK_ROWS ? tensor->dims[1] - r : CHUNK_ROWS;
         parallel_ranges(work->flags->threads, n, convert_rows, rows);
+        if ((failed = check_numbers(rows, tensor, err)))
+            break;
         failed = gguf_write_bytes(&work->writer, rows->encoded, n * out, err);
         progress_advance(&work->bar, n * rows->cols);
     }
@@ -232,6 +262,10 @@ static int write_calibrated(struct work *work, const struct kvg_gguf_tensor *ten
     }
     if (!failed) {
         rounding_q4_0_pack(rows->decoded, ranges, n * rows->cols, rows->encoded);
+        parallel_ranges(work->flags->threads, n, check_rows, rows);
+        failed = check_numbers(rows, tensor, err);
+    }
+    if (!failed) {
         failed = gguf_write_bytes(&work->writer, rows->encoded, n * quant_row_bytes(rows->to, rows->cols), err);
         progress_advance(&work->bar, n * rows->cols);
     }
@@ -243,7 +277,8 @@ static int write_tensor(struct work *work, size_t i, struct kvg_error *err)
 {
     const struct kvg_gguf_tensor *tensor = work->sources[i];
     const struct quant_format *to = target(work, tensor);
-    struct rows rows = {quant_find(tensor->ggml_type), to, work->gguf->map + tensor->offset, NULL, NULL, tensor->dims[0]};
+    struct rows rows = {
+        .from = quant_find(tensor->ggml_type), .to = to, .source = work->gguf->map + tensor->offset, .cols = tensor->dims[0]};
     char name[64];
     uint32_t n = 0;
 

@@ -5,6 +5,7 @@
  */
 #include <errno.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 #include "gpu-worker/model/family.h"
 #include "gpu-worker/model/safetensors.h"
+#include "gpu-worker/quant/f16.h"
 #include "gpu-worker/quant/quant.h"
 #include "gpu-worker/tools/awq_layer.h"
 #include "gpu-worker/tools/calibrate.h"
@@ -172,14 +174,18 @@ struct matrix {
     int8_t *codes;
     uint16_t *row_scales;
     uint64_t rows, cols;
+    _Atomic bool unreadable; /* some number is infinite or none */
 };
 
 static void decode_rows(void *context, uint64_t first, uint64_t last)
 {
     struct matrix *m = context;
     size_t bytes = quant_row_bytes(m->from, m->cols);
-    for (uint64_t r = first; r < last; r++)
+    for (uint64_t r = first; r < last; r++) {
+        if (!quant_row_finite(m->from, m->source + r * bytes, m->cols))
+            m->unreadable = true;
         quant_decode(m->from, m->source + r * bytes, m->values + r * m->cols, m->cols);
+    }
 }
 
 static int decode(const struct hf *hf, const struct safetensors_tensor *t, struct matrix *m, struct kvg_error *err)
@@ -190,6 +196,9 @@ static int decode(const struct hf *hf, const struct safetensors_tensor *t, struc
         return kvg_fail(err, KVG_NOMEM, "no memory for %llu x %llu numbers", (unsigned long long)m->rows,
                         (unsigned long long)m->cols);
     parallel_ranges(hf->flags->threads, m->rows, decode_rows, m);
+    if (m->unreadable)
+        return kvg_fail(err, KVG_FILE, "%.*s holds an infinity or NaN", (int)(t->name.len < 100 ? t->name.len : 100),
+                        t->name.bytes);
     return 0;
 }
 
@@ -224,8 +233,18 @@ static int write_w8(struct hf *hf, struct matrix *m, const struct entry *entry, 
     return failed ? failed : put(hf, m->row_scales, m->rows * sizeof *m->row_scales, err);
 }
 
-/* Packs a matrix as its kind is and writes it. m: of EIGHT w, rows, cols and group alone. */
-static int write_packed(struct hf *hf, enum kind kind, const struct int_pack_matrix *m, struct kvg_error *err)
+static int check_scales(const uint16_t *scales, uint64_t n, const struct safetensors_tensor *t, struct kvg_error *err)
+{
+    for (uint64_t i = 0; i < n; i++)
+        if (!f16_finite(scales[i]))
+            return kvg_fail(err, KVG_UNSUPPORTED, "%.*s holds numbers that are too large for scales of F16",
+                            (int)(t->name.len < 100 ? t->name.len : 100), t->name.bytes);
+    return 0;
+}
+
+/* Packs a matrix of the tensor t as its kind is and writes it. m: of EIGHT w, rows, cols and group alone. */
+static int write_packed(struct hf *hf, enum kind kind, const struct int_pack_matrix *m, const struct safetensors_tensor *t,
+                        struct kvg_error *err)
 {
     uint64_t per = kind == EIGHT ? 4 : 8, groups = m->cols / m->group, words = m->cols / per * m->rows;
     uint64_t zeros = groups * (m->rows / per);
@@ -241,7 +260,8 @@ static int write_packed(struct hf *hf, enum kind kind, const struct int_pack_mat
             int_pack_gptq(m, qweight, scales, qzeros, g_idx);
         else
             parallel_ranges(hf->flags->threads, m->rows / 4, int_pack_eight_rows, &eight);
-        failed = put(hf, qweight, words * 4, err);
+        failed = check_scales(scales, groups * m->rows, t, err);
+        failed = failed ? failed : put(hf, qweight, words * 4, err);
         failed = failed ? failed : put(hf, qzeros, zeros * 4, err);
         failed = failed ? failed : put(hf, scales, groups * m->rows * 2, err);
         failed = failed || kind == AWQ ? failed : put(hf, g_idx, m->cols * 4, err);
@@ -285,7 +305,8 @@ static int write_w4(struct hf *hf, struct matrix *m, const struct entry *entry, 
     const uint32_t *order = NULL;
     int failed = 0;
     if (kind_of(hf, entry) == EIGHT)
-        return write_packed(hf, EIGHT, &(struct int_pack_matrix){m->values, NULL, NULL, m->rows, m->cols, hf->grid.group}, err);
+        return write_packed(hf, EIGHT, &(struct int_pack_matrix){m->values, NULL, NULL, m->rows, m->cols, hf->grid.group},
+                            entry->tensor, err);
     m->ranges = malloc(m->rows * (m->cols / hf->grid.group) * sizeof *m->ranges);
     if (!m->ranges)
         return kvg_fail(err, KVG_NOMEM, "no memory for the scales of %llu rows", (unsigned long long)m->rows);
@@ -296,7 +317,7 @@ static int write_w4(struct hf *hf, struct matrix *m, const struct entry *entry, 
     else
         failed = round_gptq(hf, m, entry->name, &order, err);
     const struct int_pack_matrix packed = {m->values, m->ranges, order, m->rows, m->cols, hf->grid.group};
-    return failed ? failed : write_packed(hf, hf->format, &packed, err);
+    return failed ? failed : write_packed(hf, hf->format, &packed, entry->tensor, err);
 }
 
 /* ---- AWQ --------------------------------------------------------------------------------------------------------------- */

@@ -329,6 +329,26 @@ def test_models_of_other_vocabularies_are_not_compared(toys, tmp_path):
     assert code == 1 and "not the same vocabulary" in err
 
 
+def test_a_text_beyond_a_models_vocabulary_is_refused(tmp_path):
+    """Its last token is a window's last as well: it is predicted and never read."""
+    shape, bare = toy_model.Shape(layers=1), {"control": (), "eos": None}
+    toy_model.random_model(str(tmp_path / "bytes.gguf"), toy_model.Vocabulary(**bare), shape)
+    toy_model.random_model(str(tmp_path / "more.gguf"), toy_model.Vocabulary(words=["zz"], **bare), shape)
+    (tmp_path / "text.txt").write_text("abczz" * 4)
+    for flags in (["--model", "more.gguf", "--base", "bytes.gguf"], ["--model", "more.gguf", "--model", "bytes.gguf"]):
+        command = [SCORE, *flags, "--text", "text.txt", "--context", "4", "--skip", "0", "--tokens", "6"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "bytes.gguf" in done.stderr and "token 256" in done.stderr and "not the same vocabulary" in done.stderr
+
+
+def test_lines_that_cannot_be_written_are_a_failure(toys):
+    command = [SCORE, "--model", toys["base"], "--text", toys["text"], "--context", "64", "--skip", "8", "--tokens", "100"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 1 and "stdout" in done.stderr
+
+
 @pytest.mark.parametrize("flags, status, word", [
     (["--text", "/nowhere"], 1, "/nowhere"),
     (["--context", "64", "--skip", "63"], 2, "--skip"),

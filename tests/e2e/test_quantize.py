@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import time
 
@@ -187,6 +188,40 @@ def test_rows_that_are_no_whole_groups_are_refused_by_name(tmp_path):
     toy_model.random_model(str(tmp_path / "in.gguf"), shape=toy_model.Shape(hidden=48, layers=1, heads=2, kv_heads=1, head_dim=32, ffn=96))
     done = quantize(tmp_path / "in.gguf", tmp_path / "out.gguf", "--format", "q4_0")
     assert done.returncode == 1 and "blk.0.attn_q.weight" in done.stderr and "48" in done.stderr and "32" in done.stderr
+
+
+def edited(path, edit):
+    """The toy whose blk.1.attn_q is changed."""
+    def apply(tensors):
+        edit(next(t for t in tensors if t.name == "blk.1.attn_q.weight"))
+        return tensors
+    toy_model.random_model(str(path), shape=SHAPE, seed=3, edit=apply)
+    return path
+
+
+@pytest.mark.parametrize("layer", ["2147483647", "99999999999999", "4096"])
+def test_a_layer_that_no_model_has_is_refused_at_once(layer, tmp_path):
+    source = edited(tmp_path / "in.gguf", lambda t: setattr(t, "name", f"blk.{layer}.attn_q.weight"))
+    done = quantize(source, tmp_path / "out.gguf", "--format", "q4_0", timeout=30)
+    assert done.returncode == 1 and "layer" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
+
+
+@pytest.mark.parametrize("number, format, words", [
+    (float("nan"), "q4_0", "holds an infinity or NaN"), (float("inf"), "q8_0", "holds an infinity or NaN"), (float("nan"), "bf16", "holds an infinity or NaN"),
+    (3e6, "q4_0", "too large for Q4_0"), (1e8, "q8_0", "too large for Q8_0"),
+])
+def test_numbers_that_a_format_cannot_hold_are_refused_by_tensor(number, format, words, tmp_path):
+    source = edited(tmp_path / "in.gguf", lambda t: setattr(t, "data", struct.pack("<f", number) + t.data[4:]))
+    done = quantize(source, tmp_path / "out.gguf", "--format", format)
+    assert done.returncode == 1 and "blk.1.attn_q.weight" in done.stderr and words in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
+
+
+def test_a_calibration_may_name_members_that_are_null(toy, tmp_path):
+    line = {"text": None, "prompt": None, "messages": [{"role": "user", "content": "abc " * 50}]}
+    (tmp_path / "c.jsonl").write_text((json.dumps(line) + "\n") * 3)
+    written(toy[0], tmp_path / "out.gguf", "--format", "q4_0", "--calibration", tmp_path / "c.jsonl", "--context", 64)
 
 
 @pytest.mark.parametrize("line, word", [("{", "c.jsonl:2"), ('{"x": 1}', '"messages"'), ('{"text": "a"}', "fewer than a sequence")])

@@ -352,3 +352,35 @@ def test_columns_that_are_no_whole_groups_are_refused_by_name(tmp_path):
     done = quantize(tmp_path / "hf", tmp_path / "out", "--format", "gptq-int4")
     assert done.returncode == 1 and "model.layers.0." in done.stderr and "groups of 128" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def changed(folder, path, number=None, config=None):
+    """A copy of the folder with a number in place of a q_proj's first, or other members of config.json."""
+    shutil.copytree(folder, path)
+    tensors = {name: array.copy() for name, (_, array) in load(folder).items()}
+    if number is not None:
+        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = number
+    hf_folder.write_weights(path, tensors)
+    about = json.load(open(path / "config.json"))
+    json.dump({**about, **(config or {})}, open(path / "config.json", "w"))
+    return path
+
+
+def test_a_family_whose_matrices_are_not_known_is_refused_by_name(folder, tmp_path):
+    moe = changed(folder, tmp_path / "in", config={"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]})
+    for format in ("w8a8", "gptq-int4", "awq-int4"):
+        done = quantize(moe, tmp_path / "out", "--format", format)
+        assert done.returncode == 1 and '"mixtral" is not supported' in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("number, formats, words", [
+    (float("nan"), ["w8a8", "gptq-int4", "awq-int4"], "holds an infinity or NaN"), (-float("inf"), ["w8a8"], "holds an infinity or NaN"),
+    (3e6, ["gptq-int4", "awq-int4"], "too large for scales of F16"),
+])
+def test_numbers_that_a_format_cannot_hold_are_refused_by_tensor(number, formats, words, folder, tmp_path):
+    source = changed(folder, tmp_path / "in", number)
+    for format in formats:
+        done = quantize(source, tmp_path / "out", "--format", format)
+        assert done.returncode == 1 and "model.layers.1.self_attn.q_proj.weight" in done.stderr and words in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
