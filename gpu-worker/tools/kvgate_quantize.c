@@ -1,12 +1,13 @@
 /* kvgate-quantize: writes a model with its matrices in another format.
  *
  *   kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16    [--calibration FILE] [--lm-head] [flags]
- *   kvgate-quantize IN/     OUT/     --format w8a8|gptq-int4|awq-int4    [--calibration FILE] [--lm-head] [flags]
+ *   kvgate-quantize IN/     OUT/     --format w8a8|gptq-int4|awq-int4|q8_0    [--calibration FILE] [--lm-head] [flags]
  *
  * q8_0, q4_0: the matrices in layers; embedding, output matrix and norms stay as they are. --lm-head: the output matrix (where it
  * is tied, the embedding) as Q8_0. bf16: every matrix, as a base to compare others with. A matrix that is quantized already is
  * decoded first: what it lost stays lost. Folders are those of Hugging Face. w8a8: compressed-tensors, int8 weights with a scale
  * for each row, activations quantized for each token as they come. gptq-int4, awq-int4: groups of 128, symmetric, asymmetric.
+ * q8_0 of a folder: the same numbers as in a GGUF file, as GPTQ's tensors of 8 bits in groups of 32.
  * --lm-head: lm_head too, rounded: to 8 bits, but beside awq-int4 to 4.
  * --calibration: instead of rounding each number for itself, by the inputs that a text gives: q4_0 and gptq-int4 by GPTQ
  * (gptq.h), awq-int4, and q4_0 with --awq, by AWQ (awq.h), which scales columns, and what feeds them the other way; w8a8 by
@@ -29,7 +30,7 @@ static _Noreturn void usage(const char *what, const char *why)
 
 static const char help[] =
     "usage: kvgate-quantize IN.gguf OUT.gguf --format q8_0|q4_0|bf16 [--calibration FILE [--awq]] [flags]\n"
-    "       kvgate-quantize IN/ OUT/ --format w8a8|gptq-int4|awq-int4 [--calibration FILE [--act-order]] [flags]\n"
+    "       kvgate-quantize IN/ OUT/ --format w8a8|gptq-int4|awq-int4|q8_0 [--calibration FILE [--act-order]] [flags]\n"
     "\n"
     "Writes a model with the matrices of its layers in another format: a GGUF file, or a Hugging Face folder. OUT must not "
     "exist.\n"
@@ -109,10 +110,16 @@ static void check_input(const struct quantize_flags *flags, bool wants_folder)
     if (wants_folder && !S_ISDIR(st.st_mode))
         usage(flags->in, "is a file: --format w8a8, gptq-int4 and awq-int4 take a Hugging Face folder");
     if (!wants_folder && S_ISDIR(st.st_mode))
-        usage(flags->in, "is a folder: --format q8_0, q4_0 and bf16 take a GGUF file");
+        usage(flags->in, "is a folder: --format q4_0 and bf16 take a GGUF file (of a folder: gptq-int4 --group 32)");
 }
 
-/* The format's own function. */
+static bool is_folder(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+/* The format's own function; that of q8_0 goes by what IN is. */
 static int (*function_of(const struct quantize_flags *flags))(const struct quantize_flags *flags, struct kvg_error *err)
 {
     static const struct {
@@ -130,6 +137,8 @@ static int (*function_of(const struct quantize_flags *flags))(const struct quant
             usage("--awq", "needs --calibration and --format q4_0");
         if (flags->act_order && (!flags->calibration || strcmp(flags->format, "gptq-int4") != 0))
             usage("--act-order", "needs --calibration and --format gptq-int4");
+        if (strcmp(flags->format, "q8_0") == 0 && is_folder(flags->in))
+            return quantize_hf;
         check_input(flags, known[i].quantize == quantize_hf);
         return known[i].quantize;
     }

@@ -12,5 +12,6 @@ struct quantize_flags {
 
 /* in, out: GGUF files; format q8_0, q4_0, bf16. out must not exist: KVG_FILE. See kvgate_quantize.c. */
 int quantize_gguf(const struct quantize_flags *flags, struct kvg_error *err);
-/* in, out: Hugging Face folders; format w8a8 (compressed-tensors), gptq-int4, awq-int4. out must not exist. */
+/* in, out: Hugging Face folders; format w8a8 (compressed-tensors), gptq-int4, awq-int4, or q8_0: GPTQ's tensors
+ * with 8 bits in groups of 32. out must not exist. */
 int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err);

@@ -25,7 +25,7 @@
 #include "gpu-worker/tools/quantize.h"
 
 enum { NO_LAYER = -1, MOST_LAYER = 4095, SMOOTH_INPUTS = 256 };
-enum kind { KEPT, W8A8, GPTQ, AWQ, EIGHT /* lm_head beside GPTQ */ };
+enum kind { KEPT, W8A8, GPTQ, AWQ, EIGHT /* GPTQ's tensors with 8 bits: q8_0, and lm_head beside GPTQ */ };
 
 struct entry {
     const struct safetensors_tensor *tensor;
@@ -89,7 +89,7 @@ struct part {
 /* What replaces ".weight" of a linear layer, in the order it is written; returns how many. */
 static uint32_t parts_of(const struct hf *hf, enum kind kind, const struct safetensors_tensor *t, struct part out[4])
 {
-    uint64_t rows = t->shape[0], cols = t->shape[1], groups = cols / hf->flags->group, per = kind == EIGHT ? 4 : 8;
+    uint64_t rows = t->shape[0], cols = t->shape[1], groups = cols / hf->grid.group, per = kind == EIGHT ? 4 : 8;
     uint64_t qweight[2] = {kind == AWQ ? cols : cols / per, kind == AWQ ? rows / per : rows};
     if (kind == W8A8) {
         out[0] = (struct part){".weight", "I8", {rows, cols}, 2, rows * cols};
@@ -123,9 +123,9 @@ static int check_tensor(const struct hf *hf, const struct safetensors_tensor *t,
     if (!safetensors_format(t->dtype) || t->n_dims != 2)
         return kvg_fail(err, KVG_UNSUPPORTED, "%.*s is %s of %u dimensions: only matrices of F32, F16 and BF16 are quantized",
                         shown, t->name.bytes, safetensors_dtype_name(t->dtype), t->n_dims);
-    if (hf->format != W8A8 && (t->shape[1] % hf->flags->group || t->shape[0] % 8))
+    if (hf->format != W8A8 && (t->shape[1] % hf->grid.group || t->shape[0] % 8))
         return kvg_fail(err, KVG_UNSUPPORTED, "%.*s is [%llu, %llu]: rows must come in 8s, columns in groups of %u", shown,
-                        t->name.bytes, (unsigned long long)t->shape[0], (unsigned long long)t->shape[1], hf->flags->group);
+                        t->name.bytes, (unsigned long long)t->shape[0], (unsigned long long)t->shape[1], hf->grid.group);
     return 0;
 }
 
@@ -470,7 +470,7 @@ static const char w8a8_config[] =
     "true, "
     "\"group_size\": null, \"actorder\": null, \"observer\": null}, \"output_activations\": null}}}";
 static const char gptq_config[] =
-    "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %u, \"desc_act\": %s, \"sym\": true, "
+    "{\"quant_method\": \"gptq\", \"bits\": %d, \"group_size\": %u, \"desc_act\": %s, \"sym\": true, "
     "\"damp_percent\": %g, %s, \"checkpoint_format\": \"gptq\"}";
 static const char gptq_head[] = "\"lm_head\": true, \"dynamic\": {\"+:^lm_head$\": {\"bits\": 8}}";
 static const char awq_config[] =
@@ -485,10 +485,13 @@ static void add_config(struct kvg_buf *out, const struct hf *hf)
     if (hf->format == W8A8)
         kvg_buf_printf(out, w8a8_config, flags->lm_head ? "" : "\"lm_head\"");
     else if (hf->format == GPTQ)
-        kvg_buf_printf(out, gptq_config, flags->group, flags->act_order ? "true" : "false", CALIBRATION_DAMPING,
+        kvg_buf_printf(out, gptq_config, 4, hf->grid.group, flags->act_order ? "true" : "false", CALIBRATION_DAMPING,
                        flags->lm_head ? gptq_head : "\"lm_head\": false");
+    else if (hf->format == EIGHT)
+        kvg_buf_printf(out, gptq_config, 8, hf->grid.group, "false", CALIBRATION_DAMPING,
+                       flags->lm_head ? "\"lm_head\": true" : "\"lm_head\": false");
     else
-        kvg_buf_printf(out, awq_config, flags->group, head);
+        kvg_buf_printf(out, awq_config, hf->grid.group, head);
 }
 
 static int write_folder(struct hf *hf, struct kvg_error *err)
@@ -545,7 +548,14 @@ static int name_folder(struct hf *hf)
 
 static enum kind format_of(const struct quantize_flags *flags)
 {
-    return strcmp(flags->format, "w8a8") == 0 ? W8A8 : strcmp(flags->format, "gptq-int4") == 0 ? GPTQ : AWQ;
+    static const struct {
+        const char *name;
+        enum kind kind;
+    } known[] = {{"w8a8", W8A8}, {"gptq-int4", GPTQ}, {"awq-int4", AWQ}, {"q8_0", EIGHT}};
+    size_t i = 0;
+    while (strcmp(known[i].name, flags->format) != 0)
+        i++;
+    return known[i].kind;
 }
 
 int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
@@ -553,7 +563,8 @@ int quantize_hf(const struct quantize_flags *flags, struct kvg_error *err)
     struct hf hf = {.flags = flags, .format = format_of(flags)};
     struct stat there;
     int failed;
-    hf.grid = (struct grid){flags->group, hf.format == AWQ ? grid_fit_asymmetric : grid_fit_symmetric};
+    hf.grid = (struct grid){hf.format == EIGHT ? QUANT_GROUP : flags->group,
+                            hf.format == AWQ ? grid_fit_asymmetric : grid_fit_symmetric};
     if (name_folder(&hf) != 0)
         return kvg_fail(err, KVG_INVALID, "the path %.200s is too long", flags->out);
     if (lstat(hf.out, &there) == 0)

@@ -174,7 +174,7 @@ def test_a_file_that_is_there_is_not_overwritten(toy, tmp_path):
     (["IN", "/nowhere/out", "--format", "q4_0"], ["/nowhere/out"]),
     (["IN", "OUT", "x", "--format", "q4_0"], ["third"]),
     (["IN", "OUT", "--format", "w8a8"], ["is a file", "Hugging Face folder"]),
-    (["/usr", "OUT", "--format", "q8_0"], ["/usr", "is a folder", "GGUF file"]),
+    (["/usr", "OUT", "--format", "q4_0"], ["/usr", "is a folder", "GGUF file", "gptq-int4"]),
 ])
 def test_what_cannot_be_done_is_refused_in_a_line(args, words, toy, tmp_path):
     done = quantize(*[{"IN": toy[0], "OUT": tmp_path / "out.gguf"}.get(a, a) for a in args])

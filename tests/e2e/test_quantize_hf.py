@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 import safetensors
@@ -145,6 +146,32 @@ def test_awq_int4_unpacks_to_the_nearest_numbers(group, folder, tmp_path):
     assert group == 32 or packed <= 0.27 * sum(2 * source[n + ".weight"][1].size for n in names())
 
 
+def unpack_eight(out, name):
+    """Weights [rows, cols] of 8 bits, zero points 128."""
+    codes = out[name + ".qweight"][1].view("u1")
+    rows = out[name + ".scales"][1].shape[1]
+    codes = codes.reshape(-1, rows, 4).transpose(0, 2, 1).reshape(-1, rows)
+    assert np.all(out[name + ".qzeros"][1].view("u1") == 127)
+    return (out[name + ".scales"][1].astype("f4")[out[name + ".g_idx"][1]] * (codes.astype("f4") - 128)).T
+
+
+def test_q8_0_of_a_folder_has_the_numbers_of_a_file(folder, tmp_path):
+    assert quantize(os.path.join(folder, "..", "toy.gguf"), tmp_path / "toy.gguf", "--format", "q8_0").returncode == 0
+    done = quantize(folder, tmp_path / "out", "--format", "q8_0")
+    assert done.returncode == 0, done.stderr
+    out, file = load(tmp_path / "out"), {t.name: t for t in gguf.GGUFReader(tmp_path / "toy.gguf").tensors}
+    for layer in range(2):
+        for part, name in (("mlp.down_proj", "ffn_down"), ("mlp.up_proj", "ffn_up"), ("self_attn.o_proj", "attn_output")):
+            tensor = file[f"blk.{layer}.{name}.weight"]
+            want = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            got = unpack_eight(out, f"model.layers.{layer}.{part}")
+            assert tensor.tensor_type.name == "Q8_0" and np.abs(got - want).max() <= np.abs(want).max() / 60  # at most a step: BF16 lies between
+            assert np.square(got - want).mean() < 1e-4 * np.square(want).mean()
+    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
+    assert (about["quant_method"], about["bits"], about["group_size"], about["lm_head"]) == ("gptq", 8, 32, False) and "dynamic" not in about
+    assert "lm_head.weight" in out
+
+
 def test_lm_head_on_request(folder, tmp_path):
     assert quantize(folder, tmp_path / "a", "--format", "w8a8", "--lm-head").returncode == 0
     assert load(tmp_path / "a")["lm_head.weight"][0] == "I8"
@@ -162,6 +189,16 @@ def spoken(tmp_path_factory):
     (path / "seen.txt").write_text(text[:4000])
     (path / "unseen.txt").write_text(text[4001:])
     return path
+
+
+def test_lm_head_beside_q8_0_is_another_of_its_matrices(spoken, tmp_path):
+    assert quantize(spoken / "hf", tmp_path / "out", "--format", "q8_0", "--lm-head").returncode == 0
+    out, weight = load(tmp_path / "out"), load(spoken / "hf")["lm_head.weight"][1]
+    assert np.abs(unpack_eight(out, "lm_head") - weight).max() <= np.abs(weight).max() / 250
+    about = json.load(open(tmp_path / "out" / "config.json"))["quantization_config"]
+    assert (about["bits"], about["lm_head"]) == (8, True) and "dynamic" not in about
+    kl = divergence(tmp_path / "out", spoken / "hf", spoken / "unseen.txt")
+    assert 0 < kl < 1e-3, kl
 
 
 def test_lm_head_beside_int4_has_8_bits(spoken, tmp_path):

@@ -216,7 +216,7 @@ def test_a_configuration_that_is_not_served_is_refused_by_its_word(config, says,
     assert says in text, text
 
 
-@pytest.mark.parametrize("form, most", [("w8a8", 0.15), ("gptq-int4", 1.0)])
+@pytest.mark.parametrize("form, most", [("w8a8", 0.15), ("gptq-int4", 1.0), ("q8_0", 0.1)])
 def test_what_kvgate_quantize_writes_loads_and_is_near_its_source(form, most, tmp_path):
     source = make(tmp_path / "source", tensors())
     done = subprocess.run([f"{BUILD}/kvgate-quantize", str(source), str(tmp_path / form), "--format", form, "--group", "32"], capture_output=True, text=True, timeout=300)
