@@ -9,6 +9,7 @@
  * W, so a caller that kept the lines continues where it ended. Base and model are in memory together. Several models share what
  * the base costs: then a window has a line for each, which begins with {"model": its number from 0}.
  */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -192,6 +193,8 @@ static void score_window(struct scored *models, struct scored *base, const struc
 
 static void print_line(const struct flags *flags, uint32_t model, uint32_t window, const struct sums *s)
 {
+    if (!isfinite(s->nll) || !isfinite(s->base_nll) || !isfinite(s->kl))
+        fail(flags->models[model], "logits of it or of the base are no finite numbers");
     printf("{");
     if (flags->n_models > 1)
         printf("\"model\": %u, ", model);

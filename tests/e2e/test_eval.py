@@ -24,8 +24,8 @@ EVAL, SCORE = os.path.join(BUILD, "kvgate-eval"), os.path.join(BUILD, "kvgate-sc
 class Endpoint:
     """Answers "item N" with the right word but for every item whose number is in `wrong`; counts what runs at once."""
 
-    def __init__(self, wrong=(), delay=0.0, fail_after=None):
-        self.wrong, self.delay, self.fail_after = set(wrong), delay, fail_after
+    def __init__(self, wrong=(), delay=0.0, fail_after=None, raw=None):
+        self.wrong, self.delay, self.fail_after, self.raw = set(wrong), delay, fail_after, raw  # raw: the bytes of every answer
         self.asked, self.running, self.most, self.lock = [], 0, 0, threading.Lock()
         outer = self
 
@@ -36,7 +36,7 @@ class Endpoint:
                 pass
 
             def reply(self, value, status=200):
-                raw = json.dumps(value).encode()
+                raw = outer.raw if outer.raw is not None and self.command == "POST" else json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
@@ -155,6 +155,42 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
         done = evaluate(*flags, "--seed", 2)
         assert done.returncode == 1 and "of another run (seed: 1 / 2)" in done.stderr
         assert evaluate(*flags, "--seed", 2, "--fresh").returncode == 0
+
+
+def test_a_run_with_other_flags_of_its_worker_is_another_run(tmp_path):
+    """Else its answers would be taken for those of the flags given now."""
+    toy_model.scripted(str(tmp_path / "m.gguf"), *(lambda v: (v, toy_model.chain(v, ["\n", "right", v.eos])))(toy_model.Vocabulary(pieces=["right"])))
+    flags = ["--model", tmp_path / "m.gguf", "--task", task_file(tmp_path, 3), "--out", tmp_path / "out", "--max-tokens", 4, "--threads", 1]
+    assert evaluate(*flags).returncode == 0
+    done = evaluate(*flags, "--worker-flags", "--kv-cache-dtype int8")
+    assert done.returncode == 1 and "worker_flags: None / --kv-cache-dtype int8" in done.stderr
+
+
+@pytest.mark.parametrize("raw", [b"<html>", b"[1]", b'{"choices": []}', b'{"choices": [{"text": 5}]}', b'{"error": "x"}', b"[" * 100000])
+def test_a_reply_that_is_no_completion_leaves_the_item_unanswered(raw, tmp_path):
+    with Endpoint(raw=raw) as endpoint:
+        done = evaluate("--endpoint", endpoint.url, "--task", task_file(tmp_path, 3), "--out", tmp_path / "out")
+    assert done.returncode == 3 and "3 of 3 requests have no answer" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_half_a_surrogate_in_an_answer_is_an_answer(tmp_path):
+    with Endpoint(raw=b'{"choices": [{"text": "right \\ud83d"}]}') as endpoint:
+        done = evaluate("--endpoint", endpoint.url, "--task", task_file(tmp_path, 2), "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(open(tmp_path / "out" / "model.jsonl").readlines()[1])["output"] == "right \ufffd"
+
+
+def test_damaged_results_are_refused_before_anything_is_asked(tmp_path):
+    with Endpoint() as endpoint:
+        flags = ["--endpoint", endpoint.url, "--task", task_file(tmp_path, 3), "--out", tmp_path / "out"]
+        assert evaluate(*flags).returncode == 0
+        for line in ('{"item": "7", "sample": 0, "score": 1.0}', '{"item": "1", "sample": 4, "score": 1.0}', '{"item": ["1"]}', '{"item": "1", "sample": 0}'):
+            kept = open(tmp_path / "out" / "model.jsonl").read()
+            open(tmp_path / "out" / "model.jsonl", "a").write(line + "\n")
+            done = evaluate(*flags)
+            assert done.returncode == 1 and "damaged" in done.stderr and "Traceback" not in done.stderr
+            open(tmp_path / "out" / "model.jsonl", "w").write(kept)
+        assert len(endpoint.asked) == 3
 
 
 def test_several_samples_give_pass_at_k(tmp_path):
@@ -340,6 +376,18 @@ def test_a_text_beyond_a_models_vocabulary_is_refused(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert done.returncode == 1 and done.stdout == ""
         assert "bytes.gguf" in done.stderr and "token 256" in done.stderr and "not the same vocabulary" in done.stderr
+
+
+def test_logits_that_are_no_numbers_end_the_run(toys, tmp_path):
+    """Its weights are numbers, their products are not."""
+    def edit(tensors):
+        for t in tensors:
+            if t.name in ("output.weight", "output_norm.weight"):
+                t.data = np.full(len(t.data) // 4, 3e38, "<f4").tobytes()
+        return tensors
+    toy_model.random_model(str(tmp_path / "m.gguf"), shape=SHAPE, seed=3, edit=edit)
+    code, lines, err = score("--model", tmp_path / "m.gguf", "--text", toys["text"], "--context", 64, "--skip", 8, "--tokens", 100)
+    assert code == 1 and len(lines) == 1 and "no finite numbers" in err
 
 
 def test_lines_that_cannot_be_written_are_a_failure(toys):

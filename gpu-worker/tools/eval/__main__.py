@@ -11,6 +11,7 @@ import os
 import sys
 
 import confine
+import matchers
 import report
 import runner
 import stats
@@ -70,6 +71,8 @@ def check(parser, options):
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.task == "humaneval" and not options.k:
         options.k = [1]
+    if options.k and min(options.k) < 1:
+        parser.error(f"--k must be at least 1, got {min(options.k)}")
     if options.k and max(options.k) > options.samples:
         parser.error(f"pass@{max(options.k)} needs --samples {max(options.k)} or more, got {options.samples}")
     if options.samples > 1 and options.temperature == 0:
@@ -86,6 +89,10 @@ def identity(path):
 def run_side(name, file, url, items, options):
     header = {"of": name, "model": identity(file) if file else url, "items": tasks.digest(items), "samples": options.samples,
               "temperature": options.temperature, "seed": options.seed, "max_tokens": options.max_tokens}
+    if file and options.worker_flags:
+        header["worker_flags"] = options.worker_flags
+    if url and options.served_model_name:
+        header["served_model_name"] = options.served_model_name
     if url:
         return runner.run_items(name, items, Endpoint(url, options.api_key, options.served_model_name), header, options)
     extra = options.worker_flags.split() + (["--threads", str(options.threads)] if options.threads else [])
@@ -96,7 +103,7 @@ def run_side(name, file, url, items, options):
 def evaluate_items(options):
     items = tasks.load(options)
     out = {"task": options.task, "setup": setup(options), "runs": {}}
-    if any(item.get("matcher") == "humaneval" for item in items):
+    if any(matchers.is_kind(item, "humaneval") for item in items):
         out["protections"] = confine.protections()
         print("kvgate-eval: generated code is confined by: " + ", ".join(out["protections"]), file=sys.stderr)
     means = {}

@@ -48,8 +48,8 @@ def number(item, text, options):
 def command(item, text, options):
     """The user's own program, with {"item", "output"} on stdin; status 0 is right."""
     try:
-        done = subprocess.run(options["command"], input=json.dumps({"item": item, "output": text}), text=True, capture_output=True,
-                              timeout=options.get("timeout", 60))
+        done = subprocess.run(options["command"], input=json.dumps({"item": item, "output": text}).encode(), stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL, timeout=options.get("timeout", 60))
     except subprocess.TimeoutExpired:
         return 0.0
     return float(done.returncode == 0)
@@ -89,14 +89,47 @@ def options_of(item):
     return {"type": matcher} if isinstance(matcher, str) else matcher
 
 
+def is_kind(item, kind):
+    return options_of(item)["type"] == kind
+
+
+def check_options(options, item, where):
+    """Raises BadTask where a matcher's members are not what it takes."""
+    kind = options["type"]
+    if kind == "command" and not (isinstance(options.get("command"), list) and options["command"] and all(isinstance(a, str) for a in options["command"])):
+        raise BadTask(f"{where}: matcher \"command\" needs \"command\": [program, argument ...], strings all")
+    if kind == "judge" and not isinstance(options.get("endpoint"), str):
+        raise BadTask(f"{where}: matcher \"judge\" needs \"endpoint\", a string")
+    if kind == "humaneval" and not all(isinstance(item.get(m), str) for m in ("prompt", "test", "entry_point")):
+        raise BadTask(f"{where}: matcher \"humaneval\" needs \"prompt\", \"test\" and \"entry_point\", strings all")
+    seconds = options.get("timeout", 1)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds <= 86400:
+        raise BadTask(f"{where}: \"timeout\" is {seconds!r}, not seconds from 1 to 86400")
+    try:
+        client.Endpoint(options["endpoint"]) if kind == "judge" else None
+        options.get("template", JUDGE).format(prompt="", answer="", output="")
+    except client.Unanswered as error:
+        raise BadTask(f"{where}: {error}") from None
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise BadTask(f"{where}: \"template\" takes {{prompt}}, {{answer}}, {{output}}, and {{{{ for a brace: {error!r}") from None
+
+
+def check_answers(item, where):
+    value = item.get("answers", item.get("answer"))
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(a, (str, int, float)) and not isinstance(a, bool) for a in values):
+        raise BadTask(f"{where}: matcher \"{options_of(item)['type']}\" needs \"answer\" or \"answers\": strings or numbers, at least one")
+
+
 def check(item, where):
     """Raises BadTask where an item cannot be judged."""
     options = options_of(item)
-    kind = options.get("type")
-    if kind not in KINDS:
+    kind = options.get("type") if isinstance(options, dict) else options
+    if not isinstance(kind, str) or kind not in KINDS or not isinstance(options, dict):
         raise BadTask(f"{where}: matcher \"{kind}\" is not known ({', '.join(KINDS)})")
-    if kind in ("exact", "regex", "number", "contains", "judge") and "answer" not in item and "answers" not in item:
-        raise BadTask(f"{where}: matcher \"{kind}\" needs \"answer\" or \"answers\"")
+    if kind in ("exact", "regex", "number", "contains", "judge"):
+        check_answers(item, where)
+    check_options(options, item, where)
     try:
         if kind == "number":
             [float(a.replace(",", "")) for a in answers(item)]
@@ -104,10 +137,6 @@ def check(item, where):
             [re.compile(a) for a in answers(item)]
     except (ValueError, re.error) as error:
         raise BadTask(f"{where}: {error}") from None
-    if kind == "command" and not isinstance(options.get("command"), list):
-        raise BadTask(f"{where}: matcher \"command\" needs \"command\": [program, argument ...]")
-    if kind == "judge" and "endpoint" not in options:
-        raise BadTask(f"{where}: matcher \"judge\" needs \"endpoint\"")
 
 
 def score(item, text):

@@ -25,10 +25,22 @@ def request_of(item, sample, options):
     return body
 
 
+def kept_items(store, items, options):
+    """{(id, sample)} of the store's lines. Raises OtherRun where one is none of these items' or has no score."""
+    known, ids = set(), {item["id"] for item in items}
+    for line in store.lines:
+        item, sample, score = (line.get(member) for member in ("item", "sample", "score"))
+        if not (isinstance(item, str) and item in ids and isinstance(sample, int) and 0 <= sample < options.samples and isinstance(score, (int, float))):
+            store.close()
+            raise store.damaged()
+        known.add((item, sample))
+    return known
+
+
 def run_items(name, items, endpoint, header, options):
     """{id: [score of each sample]}. Raises Incomplete where the endpoint left items unanswered."""
     store = Store(os.path.join(options.out, name + ".jsonl"), header, options.fresh)
-    known = {(line["item"], line["sample"]) for line in store.lines}
+    known = kept_items(store, items, options)
     todo = [(item, sample) for item in items for sample in range(options.samples) if (item["id"], sample) not in known]
     bar, unanswered = Bar(name, len(items) * options.samples, len(known)), []
 
@@ -66,6 +78,9 @@ def run_score(header, options):
     if options.threads:
         command += ["--threads", str(options.threads)]
     store = Store(os.path.join(options.out, "windows.jsonl"), header, options.fresh)
+    if [line.get("window") for line in store.lines] != list(range(len(store.lines))):
+        store.close()
+        raise store.damaged()
     command += ["--from", str(len(store.lines))]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     bar = None

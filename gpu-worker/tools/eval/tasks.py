@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import zlib
 
 from matchers import BadTask, check
 
@@ -15,15 +16,21 @@ def digest(items):
     return hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _lines(file, path):
+    try:
+        yield from file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise BadTask(f"{path}: cut or no gzip file: {error}") from None
+
+
 def read_jsonl(path):
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8")
-    with opened as file:
-        for number, line in enumerate(file, 1):
+    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        for number, line in enumerate(_lines(file, path), 1):
             if not line.strip():
                 continue
             try:
-                item = json.loads(line)
-            except ValueError as error:
+                item = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
                 raise BadTask(f"{path}:{number}: {error}") from None
             if not isinstance(item, dict):
                 raise BadTask(f"{path}:{number}: not an object")
@@ -40,6 +47,10 @@ def from_file(path):
         if item["id"] in seen:
             raise BadTask(f"{where}: id \"{item['id']}\" occurs twice")
         seen.add(item["id"])
+        if "group" in item:
+            item["group"] = str(item["group"])
+        if not isinstance(item.get("messages", []), list) or not all(isinstance(m, dict) for m in item.get("messages", [])):
+            raise BadTask(f"{where}: \"messages\" is no list of objects")
         check(item, where)
         items.append(item)
     if not items:

@@ -54,6 +54,7 @@ class Worker:
         env = {name: value for name, value in os.environ.items() if name != "KVGATE_API_KEY"}  # that one is for other endpoints
         self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=env)
         endpoint, end = Endpoint(f"http://127.0.0.1:{self.port}", model="model"), time.monotonic() + START_S
+        endpoint.ended = lambda: self.process.poll() is not None
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), 1):

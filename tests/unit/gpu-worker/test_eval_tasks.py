@@ -1,6 +1,8 @@
 """kvgate-eval's task files, matchers, stored results and the confined child."""
+import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, os.path.join(ROOT, "gpu-worker", "tools", "eval"))
+import client  # noqa: E402
 import confine  # noqa: E402
 import matchers  # noqa: E402
 import progress  # noqa: E402
@@ -48,8 +51,19 @@ def test_a_command_judges_by_its_status():
     ('{"prompt": "a", "answer": "(", "matcher": "regex"}', ["unterminated"]),
     ('{"prompt": "a", "matcher": {"type": "command"}}', ['"command"']),
     ('{"prompt": "a", "answer": "b", "matcher": {"type": "judge"}}', ['"endpoint"']),
+    ('{"prompt": "a", "answer": null}', ['"answer"']),
+    ('{"prompt": "a", "answers": []}', ["at least one"]),
+    ('{"prompt": "a", "answer": "b", "matcher": ["exact"]}', ["exact", "not known"]),
+    ('{"prompt": "a", "answer": "b", "matcher": {"type": ["exact"]}}', ["not known"]),
+    ('{"prompt": "a", "matcher": {"type": "command", "command": [1]}}', ['"command"']),
+    ('{"prompt": "a", "matcher": {"type": "command", "command": ["true"], "timeout": "5"}}', ['"timeout"', "5"]),
+    ('{"prompt": "a", "answer": "b", "matcher": {"type": "judge", "endpoint": "http://h:99999"}}', ["http://h:99999"]),
+    ('{"prompt": "a", "answer": "b", "matcher": {"type": "judge", "endpoint": "http://h", "template": "{x}"}}', ['"template"', "{prompt}"]),
+    ('{"prompt": "a", "matcher": {"type": "humaneval"}}', ['"test"', '"entry_point"']),
+    ('{"messages": "a", "answer": "b"}', ['"messages"']),
     ("[1]", ["not an object"]),
     ("{", ["Expecting"]),
+    ("[" * 100000, ["recursion"]),
 ])
 def test_a_bad_task_file_is_refused_with_file_and_line(line, words, tmp_path):
     path = str(tmp_path / "task.jsonl")
@@ -58,6 +72,19 @@ def test_a_bad_task_file_is_refused_with_file_and_line(line, words, tmp_path):
         tasks.from_file(path)
     for word in [f"{path}:3", *words]:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name, raw", [("t.jsonl", b'{"prompt": "\xff"}\n'), ("t.jsonl.gz", b"no gzip"),
+                                       ("t.jsonl.gz", gzip.compress(b'{"prompt": "a", "answer": "b"}\n' * 99)[:-9])])
+def test_a_file_that_is_no_text_is_refused_by_name(name, raw, tmp_path):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(matchers.BadTask, match=name):
+        tasks.from_file(str(tmp_path / name))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_item_and_groups_are_words(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "b", "group": 1}\n')
+    assert tasks.from_file(str(tmp_path / "t.jsonl")) == [{"prompt": "a", "answer": "b", "group": "1", "id": "1"}]
 
 
 def test_an_id_that_occurs_twice_is_refused(tmp_path):
@@ -133,6 +160,31 @@ def test_processes_are_limited_and_none_is_left(on):
 
 
 @pytest.mark.parametrize("program", [
+    "import os\nif os.fork() == 0: os._exit(0)",
+    "import os; os.posix_spawn('/bin/true', ['true'], {})",
+    "import os; os.memfd_create('x')",
+    "import ctypes; assert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
+])
+def test_nothing_multiplies_the_limit_on_memory(program, on):
+    if "filter" not in on:
+        pytest.skip("no system call filter here")
+    assert not confine.run(program).passed
+    assert confine.run("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()").passed
+
+
+@pytest.mark.parametrize("line", ['{"protections": []}', '{"protections": 5}', "[" * 50000, '{"error": [1]}', '{"token": 1}', "5"])
+def test_what_a_program_writes_to_the_pipe_decides_nothing(line, on):
+    write = f"import os; os.write(3, {line + chr(10)!r}.encode())"
+    assert confine.run(write) == confine.Result(True, "", on)
+    ended = confine.run(write + "; os._exit(1)")
+    assert (ended.passed, ended.why, ended.protections) == (False, "ended early", on)
+
+
+def test_an_answer_that_is_no_text_is_no_program(on):
+    assert not confine.run("x = '\ud800'").passed
+
+
+@pytest.mark.parametrize("program", [
     "import socket; socket.socket()",
     "import socket; socket.create_connection(('127.0.0.1', 80), 2)",
     "import ctypes; r = ctypes.CDLL(None).socket(2, 1, 0); assert r >= 0",
@@ -161,6 +213,24 @@ def test_the_environment_is_empty(on, monkeypatch):
     assert confine.run("import os; assert 'KVGATE_API_KEY' not in os.environ").passed
 
 
+# ---- endpoints -------------------------------------------------------------------------------------------------------------
+
+def test_a_worker_that_has_ended_is_not_asked_again():
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        endpoint, asked = client.Endpoint(f"http://127.0.0.1:{closed.getsockname()[1]}", model="m"), []
+        endpoint.ended = lambda: asked.append(1) or True
+        with pytest.raises(client.Unanswered, match="the worker has ended"):
+            endpoint.complete({"prompt": "a"})
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host:x", "http://[::1"])
+def test_what_is_no_url_is_named(url):
+    with pytest.raises(client.Unanswered, match="no http or https URL"):
+        client.Endpoint(url)
+
+
 # ---- results that are kept -------------------------------------------------------------------------------------------------
 
 def test_results_are_kept_and_a_torn_line_is_dropped(tmp_path):
@@ -185,6 +255,26 @@ def test_results_of_another_run_are_not_mixed_in(tmp_path):
     store = results.Store(path, {"seed": 2}, fresh=True)
     assert store.lines == []
     store.close()
+
+
+@pytest.mark.parametrize("raw", [b"[1]\n", b'{"seed": 1}\n[2]\n', b'{"seed": 1}\n\x00\x00\n{"item": "a"}\n', b"my notes\n"])
+def test_a_file_that_holds_something_else_is_refused_and_kept(raw, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(results.OtherRun, match="damaged"):
+        results.Store(str(path), {"seed": 1})
+    assert path.read_bytes() == raw
+
+
+def test_two_runs_do_not_write_one_file(tmp_path):
+    path = str(tmp_path / "r.jsonl")
+    store = results.Store(path, {"seed": 1})
+    for fresh in (False, True):
+        with pytest.raises(results.OtherRun, match="another kvgate-eval"):
+            results.Store(path, {"seed": 1}, fresh)
+    store.add({"item": "a"})
+    store.close()
+    assert results.Store(path, {"seed": 1}).lines == [{"item": "a"}]
 
 
 def test_the_bar_tells_the_time_left_from_what_this_run_did():
