@@ -4,7 +4,7 @@
  *   panel --unpack--> signed bytes [group][half][8 lines][64], scales f32     a stretch of columns at a time
  *   for each tile of 16 rows and half:  sums += TDPBSSD,  acc = fma(sum, d_w * d_x, acc) ...
  *
- * Few rows do not pay for the unpacking: they go to the kernels of AVX-512.
+ * Some tiles of rows alone unpack and multiply at the same time ("few rows" below). Fewer rows go to the kernels of AVX-512.
  */
 #include "gpu-worker/backend/cpu/amx.h"
 #include "gpu-worker/backend/cpu/kernels.h"
@@ -27,24 +27,26 @@ struct stretch {
     _Alignas(64) int32_t sums[4][AMX_ROWS * 16];
 };
 
-V_INLINE void unpack_scales(struct stretch *s, uint32_t i, enum quant_scales scales, const uint8_t *cell, const uint8_t *super)
+/* Of the i-th group of d and m; QUANT_SUPER_16 has two d a group and no m. */
+V_INLINE void unpack_scales(float (*d)[PANEL_ROWS], float (*m)[PANEL_ROWS], uint32_t i, enum quant_scales scales,
+                            const uint8_t *cell, const uint8_t *super)
 {
     for (uint32_t h = 0; h < 2; h++) {
-        const uint16_t *d = (const uint16_t *)(scales >= QUANT_SUPER_MIN ? super : cell) + 16 * h;
-        v16 scale = v16_from_f16(d);
+        const uint16_t *file = (const uint16_t *)(scales >= QUANT_SUPER_MIN ? super : cell) + 16 * h;
+        v16 scale = v16_from_f16(file);
         if (scales == QUANT_SUPER_16) {
-            v16_store(s->d[2 * i] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + 16 * h)));
-            v16_store(s->d[2 * i + 1] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + PANEL_ROWS + 16 * h)));
+            v16_store(d[2 * i] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + 16 * h)));
+            v16_store(d[2 * i + 1] + 16 * h, v16_mul(scale, v16_from_i8((const int8_t *)cell + PANEL_ROWS + 16 * h)));
             continue;
         }
         if (scales == QUANT_SUPER_MIN) {
-            v16 m = v16_mul(v16_from_f16(d + 32), v16_from_u8(cell + PANEL_ROWS + 16 * h));
+            v16 minimum = v16_mul(v16_from_f16(file + 32), v16_from_u8(cell + PANEL_ROWS + 16 * h));
             scale = v16_mul(scale, v16_from_u8(cell + 16 * h));
-            v16_store(s->m[i] + 16 * h, v16_sub(v16_set1(0), m));
+            v16_store(m[i] + 16 * h, v16_sub(v16_set1(0), minimum));
         }
         if (scales == QUANT_SCALE_MIN)
-            v16_store(s->m[i] + 16 * h, v16_from_f16(d + 32));
-        v16_store(s->d[i] + 16 * h, scale);
+            v16_store(m[i] + 16 * h, v16_from_f16(file + 32));
+        v16_store(d[i] + 16 * h, scale);
     }
 }
 
@@ -69,7 +71,7 @@ V_INLINE void unpack_stretch(struct stretch *s, uint32_t bits, enum quant_scales
         const uint8_t *cell = panel + panel_cell_offset(bits, scales, b);
         const uint8_t *super = panel + panel_cell_offset(bits, scales, b & ~(size_t)7) - panel_super_bytes(scales);
         const uint8_t *codes = cell + panel_head_bytes(scales);
-        unpack_scales(s, i, scales, cell, super);
+        unpack_scales(s->d, s->m, i, scales, cell, super);
         for (uint32_t h = 0; h < 2; h++)
             for (int g = 0; g < 8; g++) {
                 u8x64 line = signed_line(codes + h * panel_half_bytes(bits), bits, offset, g);
@@ -265,12 +267,151 @@ V_INLINE void amx_block(uint32_t bits, enum quant_scales scales, const struct pa
                    carried + (size_t)(tile - first) * PANEL_ROWS);
 }
 
+/* ---- few rows ----
+ *
+ * Where few tiles of rows share a panel, unpacking it is a large part of the work, and a stretch of it beside their activations
+ * is more than L1 holds. So chunks of CHUNK groups go by in a ring, and beside the products of one the next but one is unpacked:
+ * that takes integer instructions, for which a core has room beside TDPs and their sums' float instructions.
+ *
+ *   for each chunk:  for each part (a tile of rows and a half):  CHUNK times TDP, fma;  a share of a later chunk's unpacking
+ *
+ * Groups go through the tiles without a gap: those of a part begin while the part before is scaled.
+ */
+
+enum {
+    CHUNK = 4,       /* groups */
+    CHUNK_RING = 3,  /* chunks */
+    CHUNK_LEAD = 2,  /* chunks; weights read back right after they were written would wait for the stores */
+    FEW_TILES = 4,   /* most */
+    FEW_AHEAD = 8192 /* bytes of the panel asked for beyond what is unpacked */
+};
+
+struct chunk {
+    int8_t b[CHUNK][2][8 * LINE];
+    float d[CHUNK][PANEL_ROWS], m[CHUNK][PANEL_ROWS];
+};
+
+struct few_rows {
+    _Alignas(64) struct chunk ring[CHUNK_RING];
+    _Alignas(64) int32_t sums[4][AMX_ROWS * 16];
+    _Alignas(64) float carried[FEW_TILES][2][AMX_ROWS * 16];
+};
+
+/* Where a chunk is unpacked from. */
+struct chunk_source {
+    const uint8_t *panel;
+    size_t groups, first; /* first: the chunk's first group */
+};
+
+/* A quarter, a constant, of group i of a chunk: 4 lines. */
+V_INLINE void unpack_quarter(struct chunk *c, uint32_t bits, enum quant_scales scales, const struct chunk_source *from,
+                             uint32_t i, int quarter)
+{
+    size_t b = from->first + i;
+    if (b >= from->groups)
+        return;
+    const uint8_t *cell = from->panel + panel_cell_offset(bits, scales, b);
+    const uint8_t *super = from->panel + panel_cell_offset(bits, scales, b & ~(size_t)7) - panel_super_bytes(scales);
+    const uint8_t *codes = cell + panel_head_bytes(scales) + (size_t)(quarter / 2) * panel_half_bytes(bits);
+    if (quarter == 0)
+        unpack_scales(c->d, c->m, i, scales, cell, super);
+    V_UNROLL
+    for (int g = quarter % 2 * 4; g < quarter % 2 * 4 + 4; g++)
+        _mm512_store_si512(c->b[i][quarter / 2] + g * LINE, signed_line(codes, bits, scales == QUANT_SCALE, g));
+}
+
+/* Part `part` of chunk k: half part % 2 and the part / 2-th tile from row `first` on. */
+V_INLINE struct unit_run part_of_chunk(struct few_rows *few, enum quant_scales scales, const struct acts *a, uint32_t first,
+                                       size_t k, uint32_t part)
+{
+    uint32_t tile = first + part / 2 * AMX_ROWS, h = part % 2, rows = a->rows - tile < ACTS_TILE ? a->rows - tile : ACTS_TILE;
+    size_t at = tile * (size_t)(a->cols / QUANT_GROUP) + k * CHUNK * rows;
+    struct chunk *chunk = &few->ring[k % CHUNK_RING];
+    return (struct unit_run){.scales = scales,
+                             .n = CHUNK,
+                             .per_group = 1,
+                             .rows = rows,
+                             .a = a->q + at * QUANT_GROUP,
+                             .b = chunk->b[0][h],
+                             .a_step = (size_t)rows * QUANT_GROUP,
+                             .w = chunk->d[0] + 16 * h,
+                             .m = chunk->m[0] + 16 * h,
+                             .d = a->d + at,
+                             .s = a->s + at};
+}
+
+/* Group u of a part is scaled while the next is stored and `next_u` of `run`, three further, multiplied. */
+#define FEW_STEP(u, stored, t, ta, tb, next_u)                                                                                   \
+    do {                                                                                                                         \
+        _tile_stored(stored, few.sums[stored], LINE);                                                                            \
+        DOT(t, ta, tb, next_u);                                                                                                  \
+        for (size_t line = 0; line < lines; line++, ahead += LINE)                                                               \
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);                                                                      \
+        for (uint32_t i = part * share; i < (part + 1) * share && i < CHUNK; i++)                                                \
+            unpack_quarter(&few.ring[(k + CHUNK_LEAD) % CHUNK_RING], bits, scales, &from, i, u);                                 \
+        if ((u) < valid)                                                                                                         \
+            scale_unit(&now, height, few.sums[u], u, acc);                                                                       \
+    } while (0)
+
+/* Rows first..end, at most FEW_TILES tiles of `height` rows, a constant; of fewer than AMX_ROWS there is one. Rows that a last
+ * tile has not are multiplied as in amx_block. */
+V_INLINE void amx_few(uint32_t bits, enum quant_scales scales, int height, const struct panels *w, uint32_t p,
+                      const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store)
+{
+    struct few_rows few;
+    uint32_t parts = 2 * ((end - first + AMX_ROWS - 1) / AMX_ROWS), share = parts < CHUNK ? CHUNK / parts : 1;
+    struct chunk_source from = {.panel = w->data + (size_t)p * w->panel_bytes, .groups = w->cols / QUANT_GROUP};
+    size_t chunks = (from.groups + CHUNK - 1) / CHUNK, steps = chunks * parts * CHUNK;
+    size_t lines = (w->panel_bytes / LINE + steps - 1) / steps;
+    const uint8_t *ahead = from.panel + CHUNK_LEAD * CHUNK * panel_cell_bytes(bits, scales) + FEW_AHEAD;
+    for (size_t k = 0; k < CHUNK_LEAD; k++, from.first += CHUNK)
+        for (uint32_t i = 0; i < CHUNK; i++) {
+            unpack_quarter(&few.ring[k], bits, scales, &from, i, 0);
+            unpack_quarter(&few.ring[k], bits, scales, &from, i, 1);
+            unpack_quarter(&few.ring[k], bits, scales, &from, i, 2);
+            unpack_quarter(&few.ring[k], bits, scales, &from, i, 3);
+        }
+    amx_begin((uint32_t)height, QUANT_GROUP);
+    struct unit_run now = part_of_chunk(&few, scales, a, first, 0, 0), next, *run = &now;
+    DOT(0, 4, 6, 0);
+    DOT(1, 5, 7, 1);
+    _tile_stored(0, few.sums[0], LINE);
+    DOT(2, 4, 6, 2);
+    for (size_t k = 0; k < chunks; k++, from.first += CHUNK) {
+        size_t left = from.groups - k * CHUNK, valid = left < CHUNK ? left : CHUNK;
+        for (uint32_t part = 0; part < parts; part++, now = next) {
+            float *carried = few.carried[part / 2][part % 2];
+            bool last = part + 1 == parts;
+            v16 acc[AMX_ROWS];
+            next = part_of_chunk(&few, scales, a, first, last && k + 1 < chunks ? k + 1 : k, last ? 0 : part + 1);
+            _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) acc[r] = k ? v16_load(carried + 16 * r) : v16_set1(0);
+            run = &now;
+            FEW_STEP(0, 1, 3, 5, 7, 3);
+            run = &next;
+            FEW_STEP(1, 2, 0, 4, 6, 0);
+            FEW_STEP(2, 3, 1, 5, 7, 1);
+            FEW_STEP(3, 0, 2, 4, 6, 2);
+            _Pragma("GCC unroll 16") for (int r = 0; r < height; r++) v16_store(carried + 16 * r, acc[r]);
+        }
+    }
+    for (uint32_t tile = first; tile < end; tile += ACTS_TILE)
+        store_tile(store, tile, end - tile < ACTS_TILE ? end - tile : ACTS_TILE, p, w->rows - p * PANEL_ROWS,
+                   few.carried[(tile - first) / ACTS_TILE][0]);
+}
+
 /* least: fewer rows are faster on VNNI. */
 V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales scales, uint32_t least, const struct panels *w,
                         uint32_t p, const struct acts *a, uint32_t first, uint32_t end, const struct panel_store *store)
 {
     uint32_t rest = (end - first) % ACTS_TILE, stop = rest < LEAST_REST ? end - rest : end;
     if (end - first >= least) {
+        if (scales != QUANT_SUPER_16 && stop - first <= FEW_TILES * AMX_ROWS) {
+            if (stop - first <= SHORT_TILE)
+                amx_few(bits, scales, SHORT_TILE, w, p, a, first, stop, store);
+            else
+                amx_few(bits, scales, AMX_ROWS, w, p, a, first, stop, store);
+            first = stop;
+        }
         for (; first < stop; first += BLOCK_ROWS)
             amx_block(bits, scales, w, p, a, first, stop - first < BLOCK_ROWS ? stop : first + BLOCK_ROWS, store);
         amx_end();
@@ -286,13 +427,13 @@ V_INLINE void amx_panel(enum panel_kind kind, uint32_t bits, enum quant_scales s
     {                                                                                                                            \
         amx_panel(kind, bits, scales, least, w, p, a, first, end, store);                                                        \
     }
-AMX_PANEL(panel_scale_4, PANEL_SCALE_4, 4, QUANT_SCALE, 24)
-AMX_PANEL(panel_scale_5, PANEL_SCALE_5, 5, QUANT_SCALE, 14)
-AMX_PANEL(panel_scale_8, PANEL_SCALE_8, 8, QUANT_SCALE, 25)
-AMX_PANEL(panel_min_4, PANEL_MIN_4, 4, QUANT_SCALE_MIN, 25)
-AMX_PANEL(panel_min_5, PANEL_MIN_5, 5, QUANT_SCALE_MIN, 14)
-AMX_PANEL(panel_super_min_4, PANEL_SUPER_MIN_4, 4, QUANT_SUPER_MIN, 16)
-AMX_PANEL(panel_super_min_5, PANEL_SUPER_MIN_5, 5, QUANT_SUPER_MIN, 14)
+AMX_PANEL(panel_scale_4, PANEL_SCALE_4, 4, QUANT_SCALE, 7)
+AMX_PANEL(panel_scale_5, PANEL_SCALE_5, 5, QUANT_SCALE, 7)
+AMX_PANEL(panel_scale_8, PANEL_SCALE_8, 8, QUANT_SCALE, 7)
+AMX_PANEL(panel_min_4, PANEL_MIN_4, 4, QUANT_SCALE_MIN, 7)
+AMX_PANEL(panel_min_5, PANEL_MIN_5, 5, QUANT_SCALE_MIN, 7)
+AMX_PANEL(panel_super_min_4, PANEL_SUPER_MIN_4, 4, QUANT_SUPER_MIN, 7)
+AMX_PANEL(panel_super_min_5, PANEL_SUPER_MIN_5, 5, QUANT_SUPER_MIN, 7)
 AMX_PANEL(panel_super16_6, PANEL_SUPER16_6, 6, QUANT_SUPER_16, 13)
 
 void kernels_amx(struct kernels *out)

@@ -178,7 +178,8 @@ static bool covers_int16(const struct quant_format *format)
 
 static void check_rows(const struct quant_format *format, bool int16, uint32_t cols, float *first_isa)
 {
-    static const uint32_t counts[] = {1, 2, 3, 4, 5, 6, 8, 9, 14, 15, 16, 17, 22, 31, 32, 33, 40, 41, 48, 64, 65, 96, 97, 128};
+    static const uint32_t counts[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  12, 14, 15, 16,
+                                      17, 22, 31, 32, 33, 40, 41, 48, 64, 65, 96, 97, 128};
     static float x[MOST_ROWS * MAX_K], whole[MOST_ROWS * N], part[MOST_ROWS * N], bias[N];
     uint8_t *rows = random_rows(format, N, cols);
     for (size_t i = 0; i < (size_t)MOST_ROWS * cols; i++)
