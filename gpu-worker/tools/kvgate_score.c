@@ -159,7 +159,7 @@ static void measure_rows(void *context, uint64_t first, uint64_t last)
 static void add_rows(struct scored *models, struct scored *base, const struct flags *flags, const uint32_t *ids, uint32_t n,
                      uint32_t at, uint32_t first, struct sums *sums)
 {
-    struct divergence out[CHUNK * MOST_MODELS];
+    struct divergence out[CHUNK * MOST_MODELS] = {0};
     struct measured m = {.n_models = flags->n_models, .targets = ids + first + 1, .out = out};
     m.base = base ? forward(base, ids, n, at, first) : NULL;
     m.base_vocab = m.n_common = base ? model_info(base->model)->n_vocab : UINT32_MAX;
