@@ -155,7 +155,8 @@ static void print_table(FILE *out, const char *path, const struct capacity *mode
     fprintf(out, "prompt               %.4g ms, limited by %s\n", plan->prompt_s * 1e3,
             plan->prompt_by_memory ? "memory" : "compute");
     if (!plan->workers) {
-        fprintf(out, "workers              none suffice: not one request fits\n");
+        fprintf(out, "workers              none suffice: %s\n",
+                plan->concurrency ? "the load takes 1e9 and more" : "not one request fits");
         return;
     }
     fprintf(out, "a worker at most     %.4g requests/s, %.4g tokens/s, at %.4g ms a step\n", plan->worker_qps,

@@ -60,6 +60,11 @@ def test_more_load_needs_more_workers():
     assert numbers[0] < numbers[1] < numbers[2]
 
 
+def test_a_load_beyond_any_number_of_workers_is_said_to_be_one():
+    done = plan("--memory", "4G", "--qps", "1e15", *RATES)
+    assert done.returncode == 0 and "none suffice: the load takes" in done.stdout
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--memory", "64M"], ["weights take", "--memory"]),
     (["--memory", "8G", "--in", "9000"], ["9256", "8192"]),
