@@ -3,6 +3,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "gpu-worker/tools/temporary.h"
 
 enum { ALIGNMENT = 32, VERSION = 3 };
 
@@ -91,6 +92,11 @@ static int failed(struct gguf_writer *writer, struct kvg_error *err)
     return code;
 }
 
+static void remove_file(const char *path)
+{
+    unlink(path);
+}
+
 int gguf_write_begin(struct gguf_writer *writer, const char *path, const struct kvg_gguf *metadata, uint32_t file_type,
                      const struct gguf_tensor_plan *tensors, size_t n_tensors, struct kvg_error *err)
 {
@@ -103,8 +109,11 @@ int gguf_write_begin(struct gguf_writer *writer, const char *path, const struct 
     if (snprintf(writer->path, sizeof writer->path, "%s", path) >= (int)sizeof writer->path)
         return kvg_fail(err, KVG_FILE, "the path %.200s is too long", path);
     snprintf(writer->temporary, sizeof writer->temporary, "%s.%ld.part", path, (long)getpid());
-    if (!(writer->file = fopen(writer->temporary, "wbx")))
+    temporary_hold(writer->temporary, remove_file);
+    if (!(writer->file = fopen(writer->temporary, "wbx"))) {
+        temporary_hold(NULL, NULL);
         return kvg_fail(err, KVG_FILE, "cannot create %.200s: %s", writer->temporary, strerror(errno));
+    }
     for (size_t i = 0; i < metadata->n_values; i++)
         n_values += !replaced(metadata->values[i].key);
     put(writer, "GGUF", 4);
@@ -143,10 +152,7 @@ int gguf_write_end(struct gguf_writer *writer, struct kvg_error *err)
     bool good = fflush(writer->file) == 0 && fsync(fileno(writer->file)) == 0;
     good = fclose(writer->file) == 0 && good;
     writer->file = NULL;
-    if (!good || rename(writer->temporary, writer->path) != 0)
-        return failed(writer, err);
-    writer->temporary[0] = '\0';
-    return 0;
+    return good && temporary_finish(writer->path) == 0 ? 0 : failed(writer, err);
 }
 
 void gguf_write_abort(struct gguf_writer *writer)
@@ -154,7 +160,5 @@ void gguf_write_abort(struct gguf_writer *writer)
     if (writer->file)
         fclose(writer->file);
     writer->file = NULL;
-    if (writer->temporary[0])
-        unlink(writer->temporary);
-    writer->temporary[0] = '\0';
+    temporary_drop();
 }

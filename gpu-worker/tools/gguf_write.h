@@ -23,13 +23,13 @@ struct gguf_writer {
     uint64_t left;                          /* bytes of the current tensor that are not written yet */
 };
 
-/* Writes header, metadata and descriptors to a temporary file beside path. file_type replaces general.file_type (llama.cpp's
- * numbers). What exists at path and is no regular file is left alone. */
+/* Writes header, metadata and descriptors to a temporary file (temporary.h) beside path. file_type replaces general.file_type
+ * (llama.cpp's numbers). What exists at path and is no regular file is left alone. */
 int gguf_write_begin(struct gguf_writer *writer, const char *path, const struct kvg_gguf *metadata, uint32_t file_type,
                      const struct gguf_tensor_plan *tensors, size_t n_tensors, struct kvg_error *err);
 /* The next bytes of the tensors, in order; several calls may share a tensor, none spans two. */
 int gguf_write_bytes(struct gguf_writer *writer, const void *bytes, uint64_t n, struct kvg_error *err);
-/* Every byte was written: the file gets its name. */
+/* Every byte was written: the file gets its name, unless something has it by now. */
 int gguf_write_end(struct gguf_writer *writer, struct kvg_error *err);
 /* Removes the temporary file, where there is one. */
 void gguf_write_abort(struct gguf_writer *writer);

@@ -21,6 +21,7 @@
 #include <sys/stat.h>
 #include "gpu-worker/log.h"
 #include "gpu-worker/tools/quantize.h"
+#include "gpu-worker/tools/temporary.h"
 
 static _Noreturn void usage(const char *what, const char *why)
 {
@@ -154,6 +155,7 @@ int main(int argc, char **argv)
     if (flags.group < 8 || (flags.group & (flags.group - 1)))
         usage("--group", "must be a power of two from 8 to 128");
     log_set_level(LOG_WARN);
+    temporary_watch(); /* where it cannot be had, an interrupted run leaves OUT.PID.part */
     if (flags.threads)
         openblas_set_num_threads((int)flags.threads); /* products of GPTQ and AWQ */
     int failed = function_of(&flags)(&flags, &err);

@@ -23,6 +23,7 @@
 #include "gpu-worker/tools/parallel.h"
 #include "gpu-worker/tools/progress.h"
 #include "gpu-worker/tools/quantize.h"
+#include "gpu-worker/tools/temporary.h"
 
 enum { NO_LAYER = -1, MOST_LAYER = 4095, SMOOTH_INPUTS = 256 };
 enum kind { KEPT, W8A8, GPTQ, AWQ, EIGHT /* GPTQ's tensors with 8 bits: q8_0, and lm_head beside GPTQ */ };
@@ -498,16 +499,17 @@ static int write_folder(struct hf *hf, struct kvg_error *err)
 {
     struct kvg_buf config = {0};
     int failed;
-    if (mkdir(hf->folder, 0777) != 0)
+    temporary_hold(hf->folder, hf_files_remove);
+    if (mkdir(hf->folder, 0777) != 0) {
+        temporary_hold(NULL, NULL);
         return kvg_fail(err, KVG_FILE, "cannot create %.200s: %s", hf->folder, strerror(errno));
-    add_config(&config, hf);
-    if ((failed = hf_files_config(hf->flags->in, hf->folder, &config, err)) ||
-        (failed = hf_files_copy(hf->flags->in, hf->folder, err)) || (failed = write_weights(hf, err)))
-        hf_files_remove(hf->folder);
-    else if (rename(hf->folder, hf->out) != 0) {
-        failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->out, strerror(errno));
-        hf_files_remove(hf->folder);
     }
+    add_config(&config, hf);
+    if (!(failed = hf_files_config(hf->flags->in, hf->folder, &config, err)) &&
+        !(failed = hf_files_copy(hf->flags->in, hf->folder, err)) && !(failed = write_weights(hf, err)) &&
+        temporary_finish(hf->out) != 0)
+        failed = kvg_fail(err, KVG_FILE, "cannot rename %.150s to %.150s: %s", hf->folder, hf->out, strerror(errno));
+    temporary_drop();
     kvg_buf_free(&config);
     return failed;
 }

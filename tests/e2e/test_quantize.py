@@ -145,14 +145,46 @@ def test_calibration_is_the_same_in_one_pass_and_in_several(toy, tmp_path):
     assert types(one) == types(several)
 
 
-def test_an_interrupted_run_leaves_nothing_under_the_name(tmp_path):
+def interrupted(source, out, number, *flags):
+    """Status of a run that gets the signal as soon as it has begun to write."""
+    child = subprocess.Popen([QUANTIZE, str(source), str(out), "--threads", "1", *flags], stderr=subprocess.DEVNULL)
+    while child.poll() is None and not list(out.parent.iterdir()):
+        time.sleep(0.001)
+    child.send_signal(number)
+    return child.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_leaves_nothing_under_the_name(number, tmp_path):
+    status = interrupted(SMOLLM2, tmp_path / "out.gguf", number, "--format", "bf16")
+    assert status in (-number, 0)
+    left = [p.name for p in tmp_path.iterdir()]
+    assert "out.gguf" not in left if status else left == ["out.gguf"]
+    assert number == signal.SIGKILL or status == 0 or left == []
+
+
+def test_a_signal_that_the_caller_ignores_ends_nothing(toy, tmp_path):
+    """As under nohup."""
+    done = subprocess.run([QUANTIZE, toy[0], str(tmp_path / "out.gguf"), "--format", "q8_0"], capture_output=True, timeout=60,
+                          preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert done.returncode == 0
+    child = subprocess.Popen([QUANTIZE, SMOLLM2, str(tmp_path / "other.gguf"), "--format", "q8_0"], stderr=subprocess.DEVNULL,
+                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    while child.poll() is None and len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.001)
+    child.send_signal(signal.SIGHUP)
+    assert child.wait(120) == 0 and (tmp_path / "other.gguf").exists()
+
+
+def test_what_has_got_the_name_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "out.gguf"
-    child = subprocess.Popen([QUANTIZE, os.path.join(MODELS, "SmolLM2-135M-Instruct.Q4_1.gguf"), str(out), "--format", "bf16"], stderr=subprocess.DEVNULL)
+    child = subprocess.Popen([QUANTIZE, SMOLLM2, str(out), "--format", "q8_0"], stderr=subprocess.PIPE, text=True)
     while child.poll() is None and not list(tmp_path.iterdir()):
         time.sleep(0.001)
-    child.send_signal(signal.SIGKILL)
-    if child.wait() != 0:
-        assert not out.exists()
+    if not out.exists():
+        out.write_text("mine")
+        assert child.wait(120) == 1 and "File exists" in child.stderr.read()
+        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("out.gguf", "mine")]
 
 
 def test_a_file_that_is_there_is_not_overwritten(toy, tmp_path):

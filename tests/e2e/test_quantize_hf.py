@@ -2,8 +2,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import gguf
 import numpy as np
@@ -421,3 +423,15 @@ def test_numbers_that_a_format_cannot_hold_are_refused_by_tensor(number, formats
         done = quantize(source, tmp_path / "out", "--format", format)
         assert done.returncode == 1 and "model.layers.1.self_attn.q_proj.weight" in done.stderr and words in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_folder(number, spoken, tmp_path):
+    command = [QUANTIZE, str(spoken / "hf"), str(tmp_path / "out"), "--format", "gptq-int4", "--calibration", str(spoken / "seen.txt"), "--tokens", "4000",
+               "--context", "64", "--threads", "1"]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.001)
+    child.send_signal(number)
+    status = child.wait(60)
+    assert (status, [p.name for p in tmp_path.iterdir()]) in ((-number, []), (0, ["out"]))
