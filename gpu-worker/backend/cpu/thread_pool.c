@@ -22,12 +22,23 @@ enum {
  *   worker   claim -> fields -> compare-and-swap of claim -> items -> done += taken
  *
  * The fields of a loop cannot change while somebody holds items of it, because the caller waits for done == n.
+ *
+ * In a loop of shrinking pieces every thread has a range of its own, claimed in the same way, and `claim` stays open:
+ *
+ *   ranges[t] = (loop number << 32 | first item that nobody has taken)    of an earlier loop: nobody has taken any
+ *
+ * All items of a loop have been taken when it ends, so a thread that comes late finds each range at its end, or in a later loop.
  */
 static const uint64_t CLOSED = UINT32_MAX;
 
+struct range {
+    _Alignas(CACHE_LINE) _Atomic uint64_t claim;
+};
+
 struct thread_pool {
     uint32_t n_threads;
-    pthread_t *threads; /* [n_threads - 1] */
+    pthread_t *threads;   /* [n_threads - 1] */
+    struct range *ranges; /* [n_threads] */
     _Atomic bool stopping;
     _Atomic(thread_pool_item) item;
     _Atomic(void *) arg;
@@ -44,11 +55,46 @@ struct worker_start {
     uint32_t index;
 };
 
-static inline uint32_t piece_of(uint32_t left, uint32_t chunk, uint32_t n_threads)
+static void finish(struct thread_pool *pool, uint32_t taken, uint32_t n)
 {
-    if (chunk == THREAD_POOL_SHRINKING)
-        chunk = left > 2 * n_threads ? left / (2 * n_threads) : 1;
-    return left < chunk ? left : chunk;
+    if (atomic_fetch_add(&pool->done, taken) + taken == n)
+        wake_sleepers(&pool->done, &pool->callers, FUTEX_PRIVATE_FLAG);
+}
+
+struct loop {
+    uint32_t number, n;
+    thread_pool_item item;
+    void *arg;
+};
+
+/* Takes half of what is left in thread `owner`'s range, at least one item; returns how many, 0 where nothing is. */
+static uint32_t take_of_range(struct thread_pool *pool, const struct loop *loop, uint32_t owner, uint32_t *first)
+{
+    uint32_t start = (uint32_t)((uint64_t)loop->n * owner / pool->n_threads);
+    uint32_t end = (uint32_t)((uint64_t)loop->n * (owner + 1) / pool->n_threads);
+    uint64_t claim = atomic_load_explicit(&pool->ranges[owner].claim, memory_order_acquire);
+    for (;;) {
+        uint32_t number = (uint32_t)(claim >> 32);
+        *first = number == loop->number ? (uint32_t)claim : start;
+        if ((int32_t)(number - loop->number) > 0 || *first >= end)
+            return 0;
+        uint32_t taken = end - *first > 1 ? (end - *first) / 2 : 1;
+        if (atomic_compare_exchange_weak_explicit(&pool->ranges[owner].claim, &claim,
+                                                  (uint64_t)loop->number << 32 | (*first + taken), memory_order_acq_rel,
+                                                  memory_order_acquire))
+            return taken;
+    }
+}
+
+/* The thread's own range, then what is left of the others'. */
+static void run_ranges(struct thread_pool *pool, uint32_t thread, const struct loop *loop)
+{
+    for (uint32_t i = 0, first, taken; i < pool->n_threads; i++) {
+        while ((taken = take_of_range(pool, loop, (thread + i) % pool->n_threads, &first)) > 0) {
+            loop->item(loop->arg, thread, first, first + taken);
+            finish(pool, taken, loop->n);
+        }
+    }
 }
 
 /* Takes and runs pieces until none is left. */
@@ -56,20 +102,29 @@ static void run_items(struct thread_pool *pool, uint32_t thread)
 {
     uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
     for (;;) {
-        thread_pool_item item = atomic_load_explicit(&pool->item, memory_order_acquire);
-        void *arg = atomic_load_explicit(&pool->arg, memory_order_acquire);
-        uint32_t n = atomic_load_explicit(&pool->n, memory_order_acquire);
+        struct loop loop = {.number = (uint32_t)(claim >> 32)};
+        loop.item = atomic_load_explicit(&pool->item, memory_order_acquire);
+        loop.arg = atomic_load_explicit(&pool->arg, memory_order_acquire);
+        loop.n = atomic_load_explicit(&pool->n, memory_order_acquire);
         uint32_t chunk = atomic_load_explicit(&pool->chunk, memory_order_acquire);
         uint32_t first = (uint32_t)claim;
-        if (first >= n || first == CLOSED)
+        if (first >= loop.n || first == CLOSED)
             return;
-        uint32_t taken = piece_of(n - first, chunk, pool->n_threads);
+        if (chunk == THREAD_POOL_SHRINKING) {
+            uint64_t now = atomic_load_explicit(&pool->claim, memory_order_acquire);
+            if (now == claim) { /* so these are this loop's fields */
+                run_ranges(pool, thread, &loop);
+                return;
+            }
+            claim = now;
+            continue;
+        }
+        uint32_t taken = loop.n - first < chunk ? loop.n - first : chunk;
         if (!atomic_compare_exchange_weak_explicit(&pool->claim, &claim, claim + taken, memory_order_acq_rel,
                                                    memory_order_acquire))
             continue;
-        item(arg, thread, first, first + taken);
-        if (atomic_fetch_add(&pool->done, taken) + taken == n)
-            wake_sleepers(&pool->done, &pool->callers, FUTEX_PRIVATE_FLAG);
+        loop.item(loop.arg, thread, first, first + taken);
+        finish(pool, taken, loop.n);
         claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
     }
 }
@@ -126,10 +181,13 @@ struct thread_pool *thread_pool_open(uint32_t n_threads)
         return NULL;
     *pool = (struct thread_pool){.n_threads = 1, .claim = CLOSED};
     pool->threads = calloc(n_threads, sizeof *pool->threads);
-    if (!pool->threads) {
-        free(pool);
+    pool->ranges = aligned_alloc(CACHE_LINE, n_threads * sizeof *pool->ranges);
+    if (!pool->threads || !pool->ranges) {
+        free(pool->threads), free(pool->ranges), free(pool);
         return NULL;
     }
+    for (uint32_t i = 0; i < n_threads; i++)
+        pool->ranges[i] = (struct range){0};
     for (uint32_t i = 1; i < n_threads; i++) {
         if (!start_worker(pool, i)) {
             thread_pool_close(pool);
@@ -148,7 +206,7 @@ void thread_pool_close(struct thread_pool *pool)
     kick(pool);
     for (uint32_t i = 1; i < pool->n_threads; i++)
         pthread_join(pool->threads[i - 1], NULL);
-    free(pool->threads);
+    free(pool->threads), free(pool->ranges);
     free(pool);
 }
 

@@ -18,8 +18,9 @@ typedef void (*thread_pool_item)(void *arg, uint32_t thread, uint32_t first, uin
 struct thread_pool *thread_pool_open(uint32_t n_threads);
 void thread_pool_close(struct thread_pool *pool);
 uint32_t thread_pool_size(const struct thread_pool *pool);
-/* In place of a chunk: every piece is the (2 size)-th part of what is left, at least one item. Most of what a thread takes lies
- * together, as hardware that fetches ahead likes it, and the last pieces are small enough that no thread waits long. */
+/* In place of a chunk: thread t has the items n t / size to n (t + 1) / size and takes half of what is left of them at a time, at
+ * least one; who has no more takes half of what is left of another's. Nearly all that a thread takes lies together, as memory
+ * that is fetched ahead likes it, and the last pieces are small enough that no thread waits long. */
 enum { THREAD_POOL_SHRINKING = 0 };
 
 /* item(arg, thread, first, end) over all of 0..n in pieces of at most `chunk`, handed out as threads come free. What the

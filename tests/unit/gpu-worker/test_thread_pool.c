@@ -17,9 +17,18 @@ enum { ITEMS = 1000 };
 struct counts {
     _Atomic uint32_t done[ITEMS];
     _Atomic uint32_t largest;
-    _Atomic uint32_t bad_thread;
-    uint32_t n_threads;
+    _Atomic uint32_t bad_thread, bad_piece;
+    uint32_t n_threads, in_ranges; /* in_ranges: items of a loop whose pieces shrink, else 0 */
 };
+
+/* The thread whose range item i is in. */
+static uint32_t owner_of(const struct counts *counts, uint32_t i)
+{
+    uint32_t owner = 0;
+    while (i >= (uint64_t)counts->in_ranges * (owner + 1) / counts->n_threads)
+        owner++;
+    return owner;
+}
 
 static void count_items(void *arg, uint32_t thread, uint32_t first, uint32_t end)
 {
@@ -28,6 +37,8 @@ static void count_items(void *arg, uint32_t thread, uint32_t first, uint32_t end
         counts->bad_thread++;
     if (end - first > counts->largest)
         counts->largest = end - first;
+    if (counts->n_threads > 1 && counts->in_ranges && owner_of(counts, first) != owner_of(counts, end - 1))
+        counts->bad_piece++;
     for (uint32_t i = first; i < end; i++)
         counts->done[i]++;
 }
@@ -41,11 +52,13 @@ static void test_every_item_runs_once(void **unused)
         for (uint32_t n = 0; n < 200; n += n < 20 ? 1 : 17) {
             for (uint32_t chunk = THREAD_POOL_SHRINKING; chunk < 40; chunk += chunk ? 6 : 1) {
                 static struct counts counts;
-                uint32_t largest = chunk ? chunk : n > 2 * threads ? n / (2 * threads) : 1;
+                uint32_t range = (n + threads - 1) / threads, largest = chunk ? chunk : range > 1 ? range / 2 : 1;
                 memset(&counts, 0, sizeof counts);
                 counts.n_threads = threads;
+                counts.in_ranges = chunk == THREAD_POOL_SHRINKING ? n : 0;
                 thread_pool_for(pool, n, chunk, count_items, &counts);
                 assert_int_equal(counts.bad_thread, 0);
+                assert_true(n == 1 || counts.bad_piece == 0);
                 assert_true(threads == 1 || counts.largest <= largest);
                 for (uint32_t i = 0; i < ITEMS; i++)
                     assert_int_equal(counts.done[i], i < n);
@@ -53,6 +66,35 @@ static void test_every_item_runs_once(void **unused)
         }
         thread_pool_close(pool);
     }
+}
+
+struct first_pieces {
+    _Atomic uint32_t n;
+    _Atomic bool bad;
+};
+
+/* Holds each of two threads until both have begun. */
+static void begin_together(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct first_pieces *pieces = arg;
+    if (pieces->n >= 2)
+        return;
+    if (first != (thread ? ITEMS / 2 : 0) || end - first != ITEMS / 4)
+        pieces->bad = true;
+    pieces->n++;
+    while (pieces->n < 2)
+        usleep(100);
+}
+
+static void test_threads_begin_at_ranges_of_their_own(void **unused)
+{
+    struct thread_pool *pool = thread_pool_open(2);
+    for (int i = 0; i < 100; i++) {
+        struct first_pieces pieces = {0};
+        thread_pool_for(pool, ITEMS, THREAD_POOL_SHRINKING, begin_together, &pieces);
+        assert_false(pieces.bad);
+    }
+    thread_pool_close(pool);
 }
 
 /* Short loops of changing size, one after the other: a worker that comes late must never run an item of a loop that has ended. */
@@ -196,6 +238,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_item_runs_once),
+        cmocka_unit_test(test_threads_begin_at_ranges_of_their_own),
         cmocka_unit_test(test_loops_follow_each_other_without_mixing),
         cmocka_unit_test(test_loops_run_after_the_workers_have_gone_to_sleep),
         cmocka_unit_test(test_a_pool_closes_right_behind_a_loop),
