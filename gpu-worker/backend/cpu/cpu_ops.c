@@ -4,11 +4,14 @@
 #include <math.h>
 #include <string.h>
 #include "gpu-worker/backend/comm.h"
+#include "gpu-worker/backend/sleep.h"
 
 enum {
     INLINE_VALUES = 16384,  /* below this many values a region costs more than it saves */
     PASS_BYTES = 768 << 10, /* quantized activations of one pass over the weights: they must stay in L2 beside the results */
     VALUES_PER_PIECE = 1 << 13,
+    AHEAD_OF_INPUT = 64 << 10, /* bytes of weights that a thread asks for while the input is made, */
+    INPUT_PAUSES = 4000,       /* pauses it makes then; thereafter it sleeps */
 };
 
 /* Cuts n rows of `cols` values into pieces; small work runs on the caller alone. */
@@ -366,11 +369,48 @@ static void input_rows(void *arg, uint32_t thread, uint32_t first, uint32_t end)
     }
 }
 
+struct product_job {
+    struct cpu_backend *cpu;
+    const struct backend_matmul *args;
+    const struct backend_gated *gated;
+    bool gate_done;      /* the gate's product is in gated->out */
+    uint32_t first, end; /* rows of this pass */
+    struct input_job input;
+    _Atomic uint32_t ready;    /* 0: finish_input has yet to run; items sleep on it */
+    _Atomic uint32_t sleepers; /* how many */
+};
+
+static void finish_input(void *arg)
+{
+    struct product_job *job = arg;
+    input_rows(&job->input, 0, 0, job->cpu->acts.rows);
+    atomic_store(&job->ready, 1);
+    wake_sleepers(&job->ready, &job->sleepers, FUTEX_PRIVATE_FLAG);
+}
+
+/* Before a thread's panels, which begin with `panel`: it asks for them until the input is there. */
+static void await_input(struct product_job *job, const struct panels *weights, uint32_t panel)
+{
+    const uint8_t *at = weights->data + panel * weights->panel_bytes;
+    size_t most = (weights->n_panels - panel) * weights->panel_bytes;
+    most = most < AHEAD_OF_INPUT ? most : AHEAD_OF_INPUT;
+    for (size_t i = 0; !atomic_load_explicit(&job->ready, memory_order_acquire); i += LINE) {
+        if (i < most)
+            __builtin_prefetch(at + i, 0, 2);
+        else if (i < INPUT_PAUSES * LINE)
+            cpu_pause();
+        else
+            sleep_while(&job->ready, 0, &job->sleepers, FUTEX_PRIVATE_FLAG);
+    }
+}
+
 /* Brings n rows of x into the forms that a product reads, normed where `norm`. Normed rows are kept only for float weights, which
- * have no order. The rows of a tile share cache lines, so a thread takes whole tiles where there are several. */
-static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
+ * have no order. The rows of a tile share cache lines, so a thread takes whole tiles where there are several. Little work is left
+ * to the caller in the product's loop. */
+static void prepare_input(struct product_job *job, uint32_t n, const struct tensor *x, const struct backend_norm *norm,
                           uint32_t forms, const uint32_t *order)
 {
+    struct cpu_backend *cpu = job->cpu;
     if (norm && forms & ACTS_FLOATS) {
         cpu_rmsnorm(&cpu->base, n, x, norm->weight, norm->eps, norm->scratch);
         x = norm->scratch;
@@ -380,20 +420,15 @@ static void prepare_input(struct cpu_backend *cpu, uint32_t n, const struct tens
     cpu->acts.cols = x->cols;
     cpu->acts.x = x->data;
     cpu->acts.sums = n < cpu->kernels.int16_sums_below;
-    struct input_job job = {cpu, forms, x, norm, order};
+    job->input = (struct input_job){cpu, forms, x, norm, order};
+    job->ready = 1;
     if (forms & ~ACTS_FLOATS && n >= 2 * ACTS_TILE)
-        thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job);
+        thread_pool_for(cpu->pool, n, ACTS_TILE, input_rows, &job->input);
+    else if (forms & ~ACTS_FLOATS && (size_t)n * x->cols > INLINE_VALUES)
+        for_rows(cpu, n, x->cols, input_rows, &job->input);
     else if (forms & ~ACTS_FLOATS)
-        for_rows(cpu, n, x->cols, input_rows, &job);
+        job->ready = 0;
 }
-
-struct product_job {
-    struct cpu_backend *cpu;
-    const struct backend_matmul *args;
-    const struct backend_gated *gated;
-    bool gate_done;      /* the gate's product is in gated->out */
-    uint32_t first, end; /* rows of this pass */
-};
 
 /* Runs `item` over n_panels panels for every pass over at most `most` rows. */
 static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint32_t n_panels, uint32_t forms,
@@ -409,7 +444,10 @@ static void for_passes(struct product_job *job, uint32_t n, uint32_t most, uint3
     for (uint32_t first = 0; first < n; first += pass) {
         job->first = first;
         job->end = n - first < pass ? n : first + pass;
-        thread_pool_for(pool, n_panels, THREAD_POOL_SHRINKING, item, job);
+        if (job->ready)
+            thread_pool_for(pool, n_panels, THREAD_POOL_SHRINKING, item, job);
+        else
+            thread_pool_for_behind(pool, n_panels, THREAD_POOL_SHRINKING, item, finish_input, job);
     }
 }
 
@@ -422,6 +460,7 @@ static void multiply_panels(void *arg, uint32_t thread, uint32_t first, uint32_t
         while (i - before >= job->args->weights[w]->panels.n_panels)
             before += job->args->weights[w++]->panels.n_panels;
         const struct panels *panels = &job->args->weights[w]->panels;
+        await_input(job, panels, i - before);
         const struct tensor *bias = job->args->biases[w];
         struct tensor *out = job->args->outs[w];
         struct panel_store store = {out->data, out->cols, bias ? bias->data : NULL, job->args->accumulate};
@@ -438,7 +477,7 @@ static void multiply_alike(struct cpu_backend *cpu, uint32_t n, const struct ten
     uint32_t n_panels = 0;
     for (uint32_t i = 0; i < args->count; i++)
         n_panels += args->weights[i]->panels.n_panels;
-    prepare_input(cpu, n, x, norm, forms, args->weights[0]->order);
+    prepare_input(&job, n, x, norm, forms, args->weights[0]->order);
     for_passes(&job, n, UINT32_MAX, n_panels, forms, multiply_panels);
 }
 
@@ -475,6 +514,7 @@ static void multiply_gated(void *arg, uint32_t thread, uint32_t first, uint32_t 
     const struct panels *gate = &job->gated->gate->panels, *up = &job->gated->up->panels;
     float *gate_out = cpu->scratch + thread * cpu->scratch_floats, *up_out = gate_out + GATED_ROWS * PANEL_ROWS;
     const struct tensor *out = job->gated->out;
+    await_input(job, job->gate_done ? up : gate, first);
     for (uint32_t p = first; p < end; p++) {
         uint32_t left = out->cols - p * PANEL_ROWS;
         size_t at = (size_t)(job->first + p) * PANEL_ROWS; /* of the pass's first row and the panel's first column */
@@ -499,6 +539,6 @@ void cpu_normed_gated(struct backend *backend, uint32_t n, const struct tensor *
     struct backend_matmul gate = {.count = 1, .weights = {args->gate}, .outs = {args->out}};
     if (job.gate_done)
         multiply(cpu, n, x, norm, &gate);
-    prepare_input(cpu, n, x, norm, forms, args->up->order);
+    prepare_input(&job, n, x, norm, forms, args->up->order);
     for_passes(&job, n, GATED_ROWS, args->gate->panels.n_panels, forms, multiply_gated);
 }

@@ -228,12 +228,21 @@ static void wait_for_done(struct thread_pool *pool, uint32_t n)
     }
 }
 
+static void nothing_before(void *arg) {}
+
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg)
 {
-    if (n == 0)
-        return;
-    if (n == 1 || n <= chunk || pool->n_threads == 1) {
-        item(arg, 0, 0, n);
+    if (n > 0)
+        thread_pool_for_behind(pool, n, chunk, item, nothing_before, arg);
+}
+
+void thread_pool_for_behind(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item,
+                            void (*before)(void *arg), void *arg)
+{
+    if (n <= 1 || n <= chunk || pool->n_threads == 1) {
+        before(arg);
+        if (n > 0)
+            item(arg, 0, 0, n);
         return;
     }
     uint64_t loop = (atomic_load_explicit(&pool->claim, memory_order_relaxed) >> 32) + 1;
@@ -245,6 +254,7 @@ void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, threa
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
     atomic_store_explicit(&pool->claim, loop << 32, memory_order_release);
     kick(pool);
+    before(arg);
     run_items(pool, 0);
     wait_for_done(pool, n);
 }

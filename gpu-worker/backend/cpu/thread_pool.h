@@ -27,3 +27,6 @@ enum { THREAD_POOL_SHRINKING = 0 };
  * caller wrote before is visible to items, and what items wrote is visible after. One caller at a time; items must not call it.
  */
 void thread_pool_for(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item, void *arg);
+/* The same, but the caller runs before(arg) first, while others may be at their items already: they wait for what they need. */
+void thread_pool_for_behind(struct thread_pool *pool, uint32_t n, uint32_t chunk, thread_pool_item item,
+                            void (*before)(void *arg), void *arg);

@@ -97,6 +97,44 @@ static void test_threads_begin_at_ranges_of_their_own(void **unused)
     thread_pool_close(pool);
 }
 
+struct behind {
+    _Atomic uint32_t made, items;
+    _Atomic bool early;
+};
+
+static void make_late(void *arg)
+{
+    struct behind *behind = arg;
+    usleep(2000); /* the others have begun */
+    behind->made++;
+}
+
+static void need_what_is_made(void *arg, uint32_t thread, uint32_t first, uint32_t end)
+{
+    struct behind *behind = arg;
+    if (thread == 0 && !behind->made)
+        behind->early = true;
+    while (!behind->made)
+        usleep(50);
+    behind->items += end - first;
+}
+
+static void test_the_caller_does_what_comes_first_once_and_its_items_behind_it(void **unused)
+{
+    static const uint32_t sizes[] = {0, 1, 2, 3, 64};
+    for (uint32_t threads = 1; threads <= 3; threads++) {
+        struct thread_pool *pool = thread_pool_open(threads);
+        for (uint32_t i = 0; i < 2 * sizeof sizes / sizeof *sizes; i++) {
+            struct behind behind = {0};
+            thread_pool_for_behind(pool, sizes[i / 2], i % 2, need_what_is_made, make_late, &behind);
+            assert_int_equal(behind.made, 1);
+            assert_int_equal(behind.items, sizes[i / 2]);
+            assert_false(behind.early);
+        }
+        thread_pool_close(pool);
+    }
+}
+
 /* Short loops of changing size, one after the other: a worker that comes late must never run an item of a loop that has ended. */
 static void test_loops_follow_each_other_without_mixing(void **unused)
 {
@@ -239,6 +277,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_item_runs_once),
         cmocka_unit_test(test_threads_begin_at_ranges_of_their_own),
+        cmocka_unit_test(test_the_caller_does_what_comes_first_once_and_its_items_behind_it),
         cmocka_unit_test(test_loops_follow_each_other_without_mixing),
         cmocka_unit_test(test_loops_run_after_the_workers_have_gone_to_sleep),
         cmocka_unit_test(test_a_pool_closes_right_behind_a_loop),
