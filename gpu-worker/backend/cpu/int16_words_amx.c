@@ -17,7 +17,7 @@ enum {
     TILE_BYTES = 1024,
     GROUP_LINES = 3, /* of a row of activations */
     RING = 4,        /* cells */
-    AHEAD = 3072,    /* bytes, as PREFETCH_AHEAD */
+    AHEAD = 3904,    /* bytes, as STREAM_AHEAD */
 };
 
 /* ---- activations ---- */
@@ -176,6 +176,13 @@ static void finish(const struct panels *w, uint32_t p, const struct acts *a, con
         }
 }
 
+V_INLINE void fetch_half(uint32_t bits, enum quant_scales scales, const uint8_t *cell, uint32_t h)
+{
+    size_t lines = panel_cell_bytes(bits, scales) / LINE;
+    for (size_t i = lines * h / 2; i < lines * (h + 1) / 2; i++)
+        _mm_prefetch((const char *)cell + AHEAD + i * LINE, _MM_HINT_T1);
+}
+
 /* The next cell is unpacked while this one is multiplied. */
 V_INLINE void multiply_panel(uint32_t bits, enum quant_scales scales, enum stack stack, const struct panels *w, uint32_t p,
                              const struct acts *a, const struct panel_store *store)
@@ -192,10 +199,12 @@ V_INLINE void multiply_panel(uint32_t bits, enum quant_scales scales, enum stack
     for (size_t g = 0; g < groups; g++, x += GROUP_LINES * form) {
         size_t next = g + 1 < groups ? g + 1 : g;
         const uint8_t *cell = int16_cell(bits, scales, panel, next), *super = int16_super(bits, scales, panel, next);
-        for (size_t i = 0; i < panel_cell_bytes(bits, scales); i += LINE)
-            _mm_prefetch((const char *)cell + AHEAD + i, _MM_HINT_T0);
+        for (size_t i = 0; i < panel_super_bytes(scales) && next % QUANT_SUPER_GROUPS == 0; i += LINE)
+            _mm_prefetch((const char *)super + AHEAD + i, _MM_HINT_T1);
+        fetch_half(bits, scales, cell, 0);
         unpack(bits, scales, cell, super, 0, b[(g + 1) % RING][0]);
         multiply_first(stack, x, form, b[g % RING][0]);
+        fetch_half(bits, scales, cell, 1);
         unpack(bits, scales, cell, super, 1, b[(g + 1) % RING][1]);
         multiply_second(stack, x, form, b[g % RING][1]);
     }
