@@ -146,7 +146,7 @@ struct backend_ops {
     /* Quantized weights, one arithmetic a weight at every n:
      * int8: x is rounded to int8 per row and group of 32 (d = max|x| / 127), group sums are exact integers, and the sum over
      * groups runs in f32 in the order of the row, so |error| <= sum_g (d_g / 2) sum|w_g| + f32 rounding.
-     * int16 (4-bit codes): x is rounded to a multiple of a = max|x| / 32512, w to one of d = max|w| over the row's groups and
+     * int16 (4 to 6 bits): x is rounded to a multiple of a = max|x| / 32512, w to one of d = max|w| over the row's groups and
      * codes / 32600 through its scales, the sum is exact and rounded once to a multiple of 2^16 a d, so |error| <= (a / 2) sum|w|
      * + 8 d sum|x| + 4 a d cols + 2^15 a d + f32 rounding of the result.
      * Grouped matrices: quant/grouped.h. Float weights: f32 FMA in the order of the row; BF16 on AMX: x is rounded to BF16,
