@@ -228,8 +228,8 @@ static int grow_scratch(struct cpu_backend *cpu, uint32_t cols, struct kvg_error
     return 0;
 }
 
-/* INT16 is the faster one for Q4_0 and Q4_1. Other formats have less to do in int8 where vectors multiply; tiles gain a fifth to a
- * half in prompts and in batches of more than eight rows, and lose as much as a tenth with two to four. */
+/* INT16 is the faster one for Q4_0 and Q4_1. Other formats have less to do in int8 where vectors multiply; tiles gain a sixth to
+ * a half in prompts and in batches of more than 16 rows, and lose as much as a seventh with two to four. */
 static bool use_int16(const struct cpu_backend *cpu, const struct quant_format *format)
 {
     bool tiles = cpu->kernels.quantize_words != NULL;
