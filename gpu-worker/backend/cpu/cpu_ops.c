@@ -10,8 +10,8 @@ enum {
     INLINE_VALUES = 16384,  /* below this many values a region costs more than it saves */
     PASS_BYTES = 768 << 10, /* quantized activations of one pass over the weights: they must stay in L2 beside the results */
     VALUES_PER_PIECE = 1 << 13,
-    AHEAD_OF_INPUT = 64 << 10, /* bytes of weights that a thread asks for while the input is made, */
-    INPUT_PAUSES = 4000,       /* pauses it makes then; thereafter it sleeps */
+    AHEAD_OF_INPUT = 64 << 10, /* bytes of weights that a thread asks for while the input is made, a line for each look */
+    INPUT_LOOKS = 4000,        /* at whether it is there; with no more lines to ask for it pauses; thereafter it sleeps */
 };
 
 /* Cuts n rows of `cols` values into pieces; small work runs on the caller alone. */
@@ -397,7 +397,7 @@ static void await_input(struct product_job *job, const struct panels *weights, u
     for (size_t i = 0; !atomic_load_explicit(&job->ready, memory_order_acquire); i += LINE) {
         if (i < most)
             __builtin_prefetch(at + i, 0, 2);
-        else if (i < INPUT_PAUSES * LINE)
+        else if (i < INPUT_LOOKS * LINE)
             cpu_pause();
         else
             sleep_while(&job->ready, 0, &job->sleepers, FUTEX_PRIVATE_FLAG);

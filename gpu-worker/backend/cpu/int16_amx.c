@@ -72,16 +72,6 @@ V_INLINE void fetch_rows(const struct pending *t, uint32_t first, uint32_t end)
     }
 }
 
-/* One line of 64 codes as w = s q + c, split into its bytes. */
-V_INLINE void split_line(struct int16_line line, __m512i s, __m512i c, uint8_t *high, uint8_t *low)
-{
-    __m512i bytes = _mm512_set1_epi16(255);
-    __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(line.even, s), c);
-    __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(line.odd, s), c);
-    _mm512_store_si512(high, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
-    _mm512_store_si512(low, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
-}
-
 V_INLINE void unpack_half(uint32_t bits, enum quant_scales scales, const uint8_t *cell, const uint8_t *super, uint32_t h,
                           uint8_t *to)
 {
@@ -89,7 +79,7 @@ V_INLINE void unpack_half(uint32_t bits, enum quant_scales scales, const uint8_t
     struct int16_scales w = int16_scales(bits, scales, cell, super, h);
     V_UNROLL
     for (int g = 0; g < 8; g++, to += LINE)
-        split_line(int16_line(bits, codes, g), w.s[g / 4], w.c[g / 4], to, to + TILE_BYTES);
+        int16_split_line(int16_line(bits, codes, g), w.s[g / 4], w.c[g / 4], to, to + TILE_BYTES);
 }
 
 V_INLINE void unpack(uint32_t bits, enum quant_scales scales, const struct panels *w, const uint8_t *panel, size_t unit,

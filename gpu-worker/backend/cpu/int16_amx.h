@@ -25,6 +25,16 @@ V_INLINE struct int16_line int16_line(uint32_t bits, const uint8_t *codes, int g
     return (struct int16_line){_mm512_and_si512(_mm512_srli_epi16(x, 4), nibble), _mm512_srli_epi16(x, 12)};
 }
 
+/* One line of 64 codes as w = s q + c, split into its bytes. */
+V_INLINE void int16_split_line(struct int16_line line, __m512i s, __m512i c, uint8_t *high, uint8_t *low)
+{
+    __m512i bytes = _mm512_set1_epi16(255);
+    __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(line.even, s), c);
+    __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(line.odd, s), c);
+    _mm512_store_si512(high, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
+    _mm512_store_si512(low, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
+}
+
 /* Tiles 0..5. */
 V_INLINE void int16_zero_sums(void)
 {

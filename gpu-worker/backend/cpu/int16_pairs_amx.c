@@ -75,32 +75,13 @@ V_INLINE struct half_cell half_cell(uint32_t bits, enum quant_scales scales, con
 /* Two lines of 64 codes as w = s q + c, split into its bytes. */
 V_INLINE void unpack_lines(uint32_t bits, const struct half_cell *half, int g, uint8_t *to)
 {
-    __m512i bytes = _mm512_set1_epi16(255);
     V_UNROLL
-    for (int i = g; i < g + 2; i++) {
-        struct int16_line line = int16_line(bits, half->codes, i);
-        __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(line.even, half->w.s[i / 4]), half->w.c[i / 4]);
-        __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(line.odd, half->w.s[i / 4]), half->w.c[i / 4]);
-        _mm512_store_si512(to + i * LINE, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
-        _mm512_store_si512(to + i * LINE + TILE_BYTES, _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
-    }
+    for (int i = g; i < g + 2; i++)
+        int16_split_line(int16_line(bits, half->codes, i), half->w.s[i / 4], half->w.c[i / 4], to + i * LINE,
+                         to + i * LINE + TILE_BYTES);
 }
 
 /* ---- products ---- */
-
-/* Tiles 0..2 and 3..5: the sums of two tiles of rows; 6: activations; 7: weights. */
-static void begin(void)
-{
-    struct amx_config config;
-    memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int t = 0; t < AMX_TILES; t++) {
-        config.rows[t] = AMX_ROWS;
-        config.row_bytes[t] = AMX_ROW_BYTES;
-    }
-    __asm__ volatile("" : : "m"(config) : "memory"); /* see amx_begin */
-    _tile_loadconfig(&config);
-}
 
 /* Where the units of half a panel come from, one after the other. */
 struct unpacking {
@@ -129,8 +110,9 @@ struct unit_rows {
     size_t step[2]; /* to the next unit */
 };
 
-/* The 8 products of a unit from `b`, and the next unit but one unpacked to `to` beside them. A sum waits for its last product
- * while three others are worked on: a TDP takes 16 cycles but its result 52. */
+/* The 8 products of a unit from `b` (tiles 0..2 and 3..5: the sums of two tiles of rows; 6: activations; 7: weights), and the
+ * next unit but one unpacked to `to` beside them. A sum waits for its last product while three others are worked on: a TDP takes
+ * 16 cycles but its result 52. */
 V_INLINE void multiply_unit(uint32_t bits, enum quant_scales scales, const struct unit_rows *a, const uint8_t *b,
                             const struct unpacking *from, uint8_t *to)
 {
@@ -274,7 +256,7 @@ void int16_pairs_panel(const struct panels *w, uint32_t p, const struct acts *a,
         [PANEL_INT16_SUPER_MIN_5] = pairs_super_min_5,
         [PANEL_INT16_SUPER16_6] = pairs_super16_6,
     };
-    begin();
+    amx_begin(AMX_ROWS, AMX_ROW_BYTES);
     panels[w->kind](w, p, a, first, end, store);
     amx_end();
 }
